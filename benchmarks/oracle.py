@@ -1,0 +1,131 @@
+"""What a training step truly takes and truly computes, read without memfit: the exact allocator trace, the bits, CPU time.
+
+Memory (CPU). torch.profiler with profile_memory=True writes every allocation and free of PyTorch's CPU allocator, with
+address and size, into its Chrome trace. peak = bytes of all storages alive when the step starts + highest running sum.
+The recording slows a step by a few per cent and moves no byte. Not in it: what oneDNN or MKL take outside PyTorch's
+allocator, fragmentation of malloc, code. On CUDA use torch.cuda.max_memory_allocated instead.
+Format: https://docs.pytorch.org/docs/stable/profiler.html (export_chrome_trace, instant events named "[memory]").
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one step.
+
+    baseline_bytes: all storages alive at its start. peak_bytes: the most at any moment, baseline included.
+    live_bytes: bytes alive after each allocator event, in order; empty if nothing was allocated.
+    """
+
+    baseline_bytes: int
+    live_bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.live_bytes, default=self.baseline_bytes)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Peak over the step's start: activations, gradients alive then, temporaries, workspaces."""
+        return self.peak_bytes - self.baseline_bytes
+
+
+def measure_step(step: Callable[[], Any]) -> tuple[Any, StepMemory]:
+    """Run `step` once under the allocator trace; gives what it returned and its memory (CPU bytes)."""
+    gc.collect()
+    baseline_bytes = count_live_bytes()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Profiler.*")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            result = step()
+    live, curve = baseline_bytes, []
+    for num_bytes in read_allocations(profiler):
+        live += num_bytes
+        curve.append(live)
+    return result, StepMemory(baseline_bytes, tuple(curve))
+
+
+def read_allocations(profiler: profile) -> list[int]:
+    """Bytes of every CPU allocator event of a finished profile in order; frees are negative."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    memory = [event["args"] for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
+    return [args["Bytes"] for args in sorted(memory, key=lambda args: args["Ev Idx"])]
+
+
+def count_live_bytes(device_type: str = "cpu") -> int:
+    """Bytes of all distinct storages that Python or a `.grad` can reach on one type of device."""
+    sizes = {}
+    for tensor in _all_tensors():
+        for one in (tensor, tensor.grad if tensor.is_leaf else None):
+            if one is not None and one.device.type == device_type and one.layout == torch.strided:
+                storage = one.untyped_storage()
+                if storage.data_ptr():
+                    sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _all_tensors() -> Iterable[Tensor]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+
+
+def digest_state(model: nn.Module, optimizer: Optimizer, loss: Tensor | None = None) -> dict[str, str]:
+    """A fingerprint of every bit that a step leaves behind: part -> SHA-256, parts that are missing as 'none'.
+
+    Call it before zero_grad, so that the gradients are there. Parts: loss, parameters, gradients, buffers, optimizer state
+    and the random generators (torch on CPU and CUDA). Two runs are equal bit for bit where the two dictionaries are equal;
+    a missing gradient is a difference.
+    """
+    parts: dict[str, Any] = {"loss": loss, "random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        parts |= {f"random/cuda:{place}": state for place, state in enumerate(torch.cuda.get_rng_state_all())}
+    names = {}
+    for name, parameter in model.named_parameters():
+        names[parameter] = name
+        parts |= {f"parameter/{name}": parameter, f"gradient/{name}": parameter.grad}
+    parts |= {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
+    for parameter, state in optimizer.state.items():
+        parts |= {f"optimizer/{names[parameter]}/{key}": value for key, value in state.items()}
+    return {part: _digest(value) for part, value in parts.items()}
+
+
+def compare_digests(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """Names of the parts whose bits differ or that only one side has; empty where all is equal."""
+    return sorted(part for part in ours.keys() | theirs.keys() if ours.get(part) != theirs.get(part))
+
+
+def _digest(value: Any) -> str:
+    if value is None:
+        return "none"
+    if not isinstance(value, Tensor):
+        return hashlib.sha256(repr(value).encode()).hexdigest()
+    # reshape, so that a scalar has a dimension whose bytes can be looked at
+    bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + bits.numpy().tobytes()).hexdigest()
+
+
+def time_step(step: Callable[[], Any]) -> tuple[float, float]:
+    """CPU seconds of this process, and wall seconds, of one call. Set torch.set_num_threads(1) before."""
+    gc.collect()
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return time.process_time() - cpu, time.perf_counter() - wall

@@ -1,0 +1,148 @@
+"""One variant of one workload in a process of its own, stepped on command, so that two can be timed turn by turn.
+
+A process apiece because a live memfit session watches every tensor call of its process, a plain step beside it included; and
+so that nothing but the variant is in the memory that is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch: the profiler else writes a line on every start and stop
+
+import torch
+
+import oracle
+import peers
+from workloads import WORKLOADS, Setup
+
+EAGER, CHECKPOINT, MEMFIT = VARIANTS = ("eager", "checkpoint", "memfit")
+
+
+class VariantError(Exception):
+    """The variant raised in its process. `kind` is the error's class name, `needed_bytes` what a BudgetError knows."""
+
+    def __init__(self, kind: str, message: str, needed_bytes: int | None) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.needed_bytes = kind, needed_bytes
+
+
+@dataclass
+class Variant:
+    """The caller's end. `with Variant("W1", "memfit", budget) as variant: variant.trace_step()`."""
+
+    workload: str
+    name: str
+    budget_bytes: int | None = None
+    threads: int = 1
+    _pipe: Any = field(default=None, repr=False)
+    _process: Any = field(default=None, repr=False)
+
+    def __enter__(self) -> Variant:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, self.workload, self.name, self.budget_bytes, self.threads)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send("stop")
+        self._process.join(timeout=60)
+        if self._process.is_alive():
+            self._process.terminate()
+
+    def trace_step(self) -> tuple[int, int]:
+        """Baseline and peak bytes of the next step."""
+        return self._ask("trace")
+
+    def finish_with_digest(self) -> tuple[tuple[int, int], dict[str, str]]:
+        """As trace_step, and the digest of all state before the gradients go."""
+        return self._ask("digest")
+
+    def time_step(self) -> tuple[float, float]:
+        """CPU and wall seconds of the next step."""
+        return self._ask("time")
+
+    def facts(self) -> dict[str, Any]:
+        """What memfit says of its run; empty for the other variants."""
+        return self._ask("facts")
+
+    def _ask(self, command: str) -> Any:
+        try:
+            self._pipe.send(command)
+            kind, value = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(timeout=10)
+            raise VariantError("ProcessDied", f"exit code {self._process.exitcode}", None) from None
+        if kind == "error":
+            raise VariantError(*value)
+        return value
+
+
+def _serve(pipe: Connection, workload: str, name: str, budget_bytes: int | None, threads: int) -> None:
+    torch.set_num_threads(threads)
+    try:
+        setup = WORKLOADS[workload].make()
+        with _enter(setup, name, budget_bytes) as session:
+            for command in iter(pipe.recv, "stop"):
+                pipe.send(("done", _obey(command, setup, session)))
+    except EOFError:
+        pass
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            pipe.send(("error", (type(error).__name__, str(error), getattr(error, "needed_bytes", None))))
+
+
+@contextlib.contextmanager
+def _enter(setup: Setup, name: str, budget_bytes: int | None) -> Iterator[Any]:
+    if name == CHECKPOINT:
+        peers.checkpoint_blocks(setup)
+    if name != MEMFIT:
+        yield None
+        return
+    import memfit
+
+    with memfit.fit(setup.model, setup.optimizer, budget=budget_bytes) as session:
+        yield session
+
+
+def _obey(command: str, setup: Setup, session: Any) -> Any:
+    if command == "time":
+        return oracle.time_step(setup.step)
+    if command == "facts":
+        return _read_facts(session) if session is not None else {}
+    loss, memory = oracle.measure_step(lambda: _step_without_clearing(setup))
+    digest = oracle.digest_state(setup.model, setup.optimizer, loss) if command == "digest" else None
+    setup.optimizer.zero_grad(set_to_none=True)  # frees only, so the peak is known already
+    bytes_ = (memory.baseline_bytes, memory.peak_bytes)
+    return bytes_ if digest is None else (bytes_, digest)
+
+
+def _step_without_clearing(setup: Setup) -> torch.Tensor:
+    loss = setup.forward_backward()
+    setup.optimizer.step()
+    return loss
+
+
+def _read_facts(session: Any) -> dict[str, Any]:
+    result = session.result()
+    return {
+        "predicted_peak_bytes": result.predicted_peak_bytes,
+        "own_peak_bytes": result.peak_bytes,
+        "own_planned_peak_bytes": result.planned_peak_bytes,
+        "own_eager_peak_bytes": result.eager_peak_bytes,
+        "floor_bytes": result.floor_bytes,
+        "installed": result.installed,
+        "num_moves": len(result.moves),
+        "certificate": result.certificate.verdict,
+        "messages": list(result.messages),
+    }

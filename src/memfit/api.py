@@ -1,0 +1,105 @@
+"""The verbs. Each composes the folders in a few lines that a reader can copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from memfit.core.errors import BudgetError, TraceError
+from memfit.core.plan import BITWISE, Plan
+from memfit.core.sizes import parse_size
+from memfit.core.trace import Trace
+
+if TYPE_CHECKING:
+    import torch
+
+    from memfit.runtime.script import ScriptRun
+    from memfit.runtime.session import OnProgress, Session
+
+_MARGIN = 0.06  # of a card's free bytes: context growth, library workspaces, fragmentation
+
+
+def fit(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    budget: str | int | None = None,
+    *,
+    plan: Plan | None = None,
+    verify: str = "3",
+    on_progress: OnProgress | None = None,
+) -> Session:
+    """A context manager that holds the training loop inside it to `budget` bytes, with bitwise the same results.
+
+    model, optimizer: what is trained; both may be left out, but with them a hopeless budget is refused before the first step.
+    budget: the peak of the whole step, as bytes or text ('3 GiB'). Default on CUDA: what the card has free, less a margin.
+    plan: a plan made before (memfit.plan); without one the first steps are measured under a guard.
+    verify: in how many planned steps restored tensors are compared with what was evicted; 'always' or 'off'.
+
+    Raises BudgetError where the budget cannot be met, UnsupportedError for a model on several devices or DataParallel.
+    """
+    from memfit import planner
+    from memfit.runtime.session import Session
+
+    budget_bytes = parse_size(budget) if budget is not None else default_budget()
+    return Session(
+        budget_bytes, planner.plan, model=model, optimizer=optimizer, plan=plan, verify=str(verify), on_progress=on_progress
+    )
+
+
+def default_budget() -> int:
+    """Bytes the CUDA card has free for this process, less a margin. Raises BudgetError on CPU: there one must be given."""
+    import torch
+
+    from memfit.measurement.backends import backend_for
+
+    if not torch.cuda.is_available():
+        raise BudgetError("No budget was given and there is no CUDA device to ask. Give one, like budget='3 GiB'.")
+    free_bytes = backend_for(torch.device("cuda")).free_bytes()
+    assert free_bytes is not None
+    return int(free_bytes * (1 - _MARGIN))
+
+
+def trace(train_step: Callable[[], Any], num_steps: int = 2) -> Trace:
+    """The Trace of the last of `num_steps` calls of `train_step` (forward, backward, optimizer.step), nothing changed.
+
+    Raises TraceError if no optimizer step happened in it.
+    """
+    from memfit.runtime.session import Session
+
+    with Session(None, None) as session:
+        for _ in range(num_steps):
+            train_step()
+    if not session.traces:
+        raise TraceError("train_step ran without an optimizer step, so there is no step to trace. It must call optimizer.step().")
+    return session.traces[-1]
+
+
+def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None) -> Plan:
+    """The cheapest plan found that holds the traced step to `budget`. Raises BudgetError (with needed_bytes) if there is none."""
+    from memfit import planner
+
+    return planner.plan(trace, parse_size(budget), progress=on_progress)
+
+
+def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
+    """The Trace of a script's second training step; the script is stopped there. Raises TraceError if it never trains."""
+    from memfit.runtime.script import trace_script
+
+    return trace_script(path, args, on_progress)
+
+
+def run_script(
+    path: str,
+    args: list[str],
+    *,
+    budget: int | None = None,
+    allow: str = BITWISE,
+    plan: Plan | None = None,
+    verify: str = "3",
+    on_progress: OnProgress | None = None,
+) -> ScriptRun:
+    """Run a script as `python path args…` would, its training held to the budget."""
+    from memfit.runtime.script import run_script
+
+    session = fit(None, None, budget, plan=plan, verify=verify, on_progress=on_progress)
+    return run_script(path, args, session, allow)

@@ -1,0 +1,51 @@
+"""`memfit explain`: the long text of a technique, a part or a finding. The texts are Markdown files in `texts/`."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markdown import Markdown
+
+from memfit.cli.errors import speak_errors
+from memfit.core.errors import MemfitError
+from memfit.report import open_console
+
+_TEXTS = Path(__file__).with_name("texts")
+
+
+def explain(
+    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="What to explain; else list.")] = None,
+) -> None:
+    """Explain a technique or a part of memfit at length."""
+    with speak_errors(verbose=False):
+        console = open_console()
+        if topic is None:
+            width = max(len(name) for name in list_topics())
+            for name in list_topics():
+                title = read_text(name).splitlines()[0].lstrip("# ").partition(": ")[2]
+                console.print(f"{name:{width}}  {title}", soft_wrap=True)
+            return
+        text = read_text(topic)
+        if console.is_terminal:
+            console.print(Markdown(text))
+        else:
+            console.out(text, end="", highlight=False)  # in a pipe the source, which is wrapped at 79 columns
+
+
+def list_topics() -> list[str]:
+    """The names that `memfit explain` knows, sorted."""
+    return sorted(path.stem for path in _TEXTS.glob("*.md"))
+
+
+def read_text(topic: str) -> str:
+    """The Markdown of a topic, its title line first (`# name: what it is`). Raises MemfitError with close matches."""
+    topics = list_topics()
+    name = topic.strip().lower().replace(" ", "-").replace("_", "-")
+    if name not in topics:
+        matches = difflib.get_close_matches(name, topics, n=3, cutoff=0.5)
+        advice = f"Did you mean {' or '.join(matches)}?" if matches else f"There are: {', '.join(topics)}."
+        raise MemfitError(f"There is no text about {topic!r}. {advice}")
+    return (_TEXTS / f"{name}.md").read_text(encoding="utf-8")

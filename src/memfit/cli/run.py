@@ -1,0 +1,121 @@
+"""`memfit run`: the user's script, unmodified, inside a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from memfit.cli.errors import INTERRUPT, USAGE, check_output, say_error, speak_errors, writing
+from memfit.cli.script import check_script, show_exception
+from memfit.core.errors import MemfitError
+from memfit.core.plan import APPROXIMATE, BITWISE, REORDERED, Plan
+from memfit.core.result import Result
+from memfit.core.sizes import parse_size
+from memfit.report import draw_result, follow_progress, open_console, write_report
+
+
+class Exactness(str, Enum):
+    """What --allow takes: the words of core.plan.EXACTNESS."""
+
+    bitwise = BITWISE
+    reordered = REORDERED
+    approximate = APPROXIMATE
+
+
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script that trains.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments, untouched.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes the whole step may take, like 3GiB. Default: the card's free bytes."),
+    ] = None,
+    allow: Annotated[
+        Exactness, typer.Option(help="How far results may differ from plain PyTorch.")
+    ] = Exactness.bitwise,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this plan instead of measuring first.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the result as JSON.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write the report as text, or as HTML for *.html.")
+    ] = None,
+    verify: Annotated[
+        str, typer.Option(metavar="N|always|off", help="Compare restored tensors in the first N planned steps.")
+    ] = "3",
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="All moves; progress; tracebacks of errors.")
+    ] = False,
+) -> None:
+    """Run SCRIPT inside a memory budget, with the same results.
+
+    Everything after SCRIPT belongs to it. Its output and exit code are its own; the report goes to standard error.
+    """
+    console = open_console(sys.stderr)  # bound now: the script may put something else there
+    with speak_errors(verbose=verbose, console=console):
+        budget_bytes = None if budget is None else parse_size(budget)
+        check_verify(verify)
+        check_script(script)
+        json, report = check_output(json, "--json"), check_output(report, "--report")
+        chosen = None if plan is None else Plan.load(plan)
+        path = os.path.abspath(script)  # for the traceback: the script may change directory
+
+        from memfit import api
+
+        with follow_progress(console, live=False) as on_progress:
+            ran = api.run_script(
+                script,
+                args or [],
+                budget=budget_bytes,
+                allow=allow.value,
+                plan=chosen,
+                verify=verify,
+                on_progress=on_progress if verbose or console.is_terminal else _say_nothing,
+            )
+        if ran.result is not None:
+            _report(ran.result, console, json, report, verbose=verbose)
+    raise typer.Exit(end_script(ran.error, ran.exit_code, path, console, verbose=verbose))
+
+
+def end_script(error: BaseException | None, exit_code: int, path: str, console: Console, *, verbose: bool) -> int:
+    """Say what ended the script, as Python would, and give the exit code of the whole command."""
+    if isinstance(error, MemfitError):
+        say_error(error, console, verbose=verbose)
+        return USAGE
+    if error is not None and not isinstance(error, SystemExit):
+        show_exception(error, path)
+        return INTERRUPT if isinstance(error, KeyboardInterrupt) else exit_code or 1
+    if isinstance(error, SystemExit) and error.code is not None and not isinstance(error.code, int):
+        console.out(str(error.code), highlight=False)  # sys.exit("words") prints the words and is 1
+        return 1
+    return exit_code
+
+
+def check_verify(verify: str) -> None:
+    """Raises MemfitError unless `verify` is a positive number of steps, 'always' or 'off'."""
+    if verify not in ("always", "off") and not (verify.isascii() and verify.isdigit() and int(verify) > 0):
+        raise MemfitError(
+            f"--verify {verify} is no number of steps. Give how many planned steps to verify, like 3, or `always`, "
+            "or `off`."
+        )
+
+
+def _report(result: Result, console: Console, json: Path | None, report: Path | None, *, verbose: bool) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or replaced by the script
+        sys.stdout.flush()
+    console.print()
+    console.print(draw_result(result, max_moves=None) if verbose else draw_result(result))
+    if json is not None:
+        with writing(json):
+            result.save(json)
+    if report is not None:
+        with writing(report):
+            write_report(draw_result(result, max_moves=None), report)
+
+
+def _say_nothing(stage: str, done: int = 0, total: int | None = None) -> None:
+    """No progress: in a pipe the script's standard error is its own."""

@@ -1,0 +1,72 @@
+"""`memfit trace`: measure two steps of a script and change nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+import typer
+
+from memfit.cli.errors import check_output, speak_errors, writing
+from memfit.cli.script import check_script, show_exception
+from memfit.core.errors import MemfitError
+from memfit.report import draw_trace, follow_progress, open_console
+
+_NAMES = ("-o", "--output")
+
+
+def trace(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script that trains.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT", help="Where the trace goes.")] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks of errors.")] = False,
+) -> None:
+    """Measure two steps of SCRIPT, change nothing.
+
+    Says where the peak is and who holds it, and writes the trace.
+
+    Options stand before SCRIPT. One may also end the line: `memfit trace train.py --epochs 3 -o trace.json`. If SCRIPT
+    has an -o of its own, write memfit's before SCRIPT: then everything after SCRIPT belongs to it.
+    """
+    console = open_console(sys.stderr)  # bound now: the script may put something else there
+    with speak_errors(verbose=verbose, console=console):
+        script_args = args or []
+        if output is None:
+            script_args, output = split_output(script_args)
+        check_script(script)
+        output = check_output(output, "-o")
+        shown = "" if output is None else quote(os.path.relpath(output))
+        path = os.path.abspath(script)  # for the traceback: the script may change directory
+
+        from memfit import api
+
+        try:
+            with follow_progress(console, live=False) as on_progress:
+                taken = api.trace_script(script, script_args, on_progress)
+        except MemfitError:
+            raise
+        except Exception as error:
+            show_exception(error, path)
+            raise typer.Exit(1) from None
+        console.print(draw_trace(taken))
+        console.print()
+        if output is None:
+            console.print("Not saved. End the line with `-o trace.json` to keep the trace.")
+        else:
+            with writing(output):
+                taken.save(output)
+            console.print(f"Saved. Next: memfit plan {shown} --budget SIZE", soft_wrap=True)
+
+
+def split_output(args: list[str]) -> tuple[list[str], Path | None]:
+    """The script's arguments, and memfit's output if the line ends in `-o OUT`; after a `--` all is the script's."""
+    if "--" in args:
+        return args, None
+    if len(args) >= 2 and args[-2] in _NAMES:
+        return args[:-2], Path(args[-1])
+    if args and args[-1].startswith("--output="):
+        return args[:-1], Path(args[-1].removeprefix("--output="))
+    return args, None

@@ -1,0 +1,1 @@
+"""Frozen data and pure functions on it; standard library only."""

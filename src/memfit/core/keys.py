@@ -1,0 +1,31 @@
+"""Keys: how plans name cells, so that a plan found on one step can be carried out in the next, or in another run."""
+
+from __future__ import annotations
+
+from memfit.core.errors import PlanError
+from memfit.core.plan import Plan
+from memfit.core.trace import Trace
+
+
+def cell_key(trace: Trace, cell: int) -> str:
+    """The cell's identity across steps as plans write it: '<call place>|<position>'. The cell must not be external."""
+    found = trace.cells[cell]
+    return f"{trace.calls[found.call].place}|{found.position}"
+
+
+def cells_of_plan(trace: Trace, plan: Plan) -> tuple[frozenset[int], frozenset[int]]:
+    """The cells a plan evicts and pins in this trace. Raises PlanError if it names a cell the trace does not have."""
+    known = {cell_key(trace, index): index for index, cell in enumerate(trace.cells) if cell.call >= 0}
+    evict: set[int] = set()
+    pin: set[int] = set()
+    for move in plan.moves:
+        for keys, cells in ((move.evict, evict), (move.pin, pin)):
+            for key in keys:
+                if key not in known:
+                    raise PlanError(
+                        f"The plan moves {key!r} at {move.place}, which this trace does not have: the plan was made "
+                        "for another model, or the model has changed since. Make one with `memfit plan trace.json "
+                        "--budget SIZE`."
+                    )
+                cells.add(known[key])
+    return frozenset(evict), frozenset(pin)

@@ -1,0 +1,86 @@
+"""Plan: the moves chosen for a budget, with what they are predicted to do, and why. A readable file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memfit.core.errors import PlanError
+from memfit.core.trace import load_json
+
+FORMAT = "memfit-plan"
+VERSION = 1
+
+BITWISE, REORDERED, APPROXIMATE = EXACTNESS = ("bitwise", "reordered", "approximate")
+
+
+@dataclass(frozen=True)
+class Move:
+    """One technique at one place.
+
+    technique: its name, e.g. 'recompute'. place: for people, e.g. 'bert.encoder.layer.3'.
+    evict: keys of the cells that leave after they were saved and come back in backward.
+    pin: keys of cells kept although autograd did not save them, because what is evicted is computed from them.
+        A key is '<call place>|<position>' (see trace.Call and trace.Cell).
+    saved_bytes: bytes of the evicted storages less the pinned ones. seconds: what bringing them back costs.
+    reason: one sentence for the reader.
+    calls: places of the calls that are replayed to bring the evicted cells back; only these are recorded under the plan.
+    """
+
+    technique: str
+    place: str
+    evict: tuple[str, ...]
+    pin: tuple[str, ...] = ()
+    saved_bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    calls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The moves for a budget. All peaks are of the whole step, in bytes.
+
+    eager_peak_bytes: peak of the step as the program has it. predicted_peak_bytes: with the moves.
+    floor_bytes: the smallest budget the planner can serve. extra_seconds: predicted cost a step;
+    lower_bound_seconds: no plan in the planner's search space costs less. eager_seconds: the step as the program has it.
+    peak_phase: phase of the eager peak. signature: which program this is for (see Trace.meta['signature']).
+    """
+
+    budget_bytes: int
+    eager_peak_bytes: int
+    predicted_peak_bytes: int
+    floor_bytes: int
+    moves: tuple[Move, ...] = ()
+    extra_seconds: float = 0.0
+    lower_bound_seconds: float = 0.0
+    eager_seconds: float = 0.0
+    peak_phase: str = ""
+    device: str = "cpu"
+    solver: str = ""
+    signature: str = ""
+    notes: tuple[str, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as indented JSON that a person can read."""
+        data = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan written by `save`. Raises PlanError for a missing, broken, foreign or newer file."""
+        remedy = "Make one with `memfit plan trace.json --budget SIZE -o plan.json`."
+        data = load_json(path, FORMAT, VERSION, PlanError, remedy)
+        del data["format"], data["version"]
+        try:
+            moves = tuple(
+                Move(**{key: tuple(value) if isinstance(value, list) else value for key, value in move.items()})
+                for move in data.pop("moves")
+            )
+            data["notes"] = tuple(data["notes"])
+            return cls(moves=moves, **data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{path} is a damaged plan: {error} while reading it. {remedy}") from error

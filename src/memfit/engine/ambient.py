@@ -1,0 +1,82 @@
+"""What surrounds a call and changes its result: generators, autocast, attention kernel choice. Captured before, put back after.
+
+Source of the random-state rule: DESIGN.md section 2 (save before the call, restore around the replay, put the current one back).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+RandomState = tuple[torch.Tensor, tuple[tuple[int, torch.Tensor], ...]]  # CPU state, (device index, CUDA state) pairs
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def random_state(cuda_devices: tuple[int, ...] = ()) -> RandomState:
+    """The states of the default CPU generator and of the given CUDA devices' generators."""
+    return torch.get_rng_state(), tuple((index, torch.cuda.get_rng_state(index)) for index in cuda_devices)
+
+
+def set_random_state(state: RandomState) -> None:
+    torch.set_rng_state(state[0])
+    for index, cuda_state in state[1]:
+        torch.cuda.set_rng_state(cuda_state, index)
+
+
+def same_random_state(one: RandomState, other: RandomState) -> bool:
+    return torch.equal(one[0], other[0]) and all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(one[1], other[1], strict=True)
+    )
+
+
+def autocast_state() -> Autocast:
+    """(device type, enabled, dtype) of the autocast contexts that are on; () when none is."""
+    state = ()
+    for device_type in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            state += ((device_type, True, torch.get_autocast_dtype(device_type)),)
+    return state
+
+
+def attention_flags() -> tuple[bool, ...]:
+    """Which kernels `scaled_dot_product_attention` may choose from (the `sdpa_kernel` context sets these)."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+def _set_attention_flags(flags: tuple[bool, ...]) -> None:
+    cuda = torch.backends.cuda
+    cuda.enable_flash_sdp(flags[0])
+    cuda.enable_mem_efficient_sdp(flags[1])
+    cuda.enable_math_sdp(flags[2])
+    cuda.enable_cudnn_sdp(flags[3])
+
+
+@contextmanager
+def surroundings(
+    state: RandomState | None, autocast: Autocast, flags: tuple[bool, ...] | None
+) -> Iterator[None]:
+    """Run the body as if it stood where the call stood; afterwards everything is as before."""
+    with ExitStack() as stack:
+        if state is not None:
+            stack.callback(set_random_state, random_state(tuple(index for index, _ in state[1])))
+            set_random_state(state)
+        if flags is not None:
+            stack.callback(_set_attention_flags, attention_flags())
+            _set_attention_flags(flags)
+        enabled = dict((device, dtype) for device, _, dtype in autocast)
+        for device_type in ("cpu", "cuda"):
+            wanted = device_type in enabled
+            if wanted or torch.is_autocast_enabled(device_type):
+                # The weight cache of the user's own autocast must not receive what a replay casts.
+                stack.enter_context(
+                    torch.autocast(device_type, enabled.get(device_type), enabled=wanted, cache_enabled=False)
+                )
+        yield

@@ -1,0 +1,175 @@
+"""Cell, Value, Call, Handle: the tape's data.
+
+A Cell is the content of one storage between two writes. A Value is a tensor as a call read it: a geometry on a cell. A Call is a
+recipe: a function with its arguments as values. A Handle stands in autograd's graph where a saved tensor stood.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from memfit.engine.ambient import Autocast, RandomState
+    from memfit.engine.tape import Tape
+
+Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]  # dtype, storage offset, size, stride (in elements)
+
+
+class StorageRef(weakref.ref):
+    """A weak reference to a storage that remembers the key under which the tape filed it.
+
+    Keyed by `_cdata`, which is reused after a free: the callback removes the entry the moment the storage dies, and only if the
+    entry is still this one.
+    """
+
+    __slots__ = ("key",)
+    key: int
+
+
+class Cell:
+    """The content of one storage between two writes.
+
+    call, position: the recipe; call is None for external content (parameters, inputs, unrecorded work).
+    storage: the content, held strongly; None when the tape does not hold it (handles or the program still may).
+    need: pending handles on it plus wanted calls that read it (see engine.need).
+    keep: the plan keeps this cell, so a need may take hold of it while it lives.
+    evict: the plan evicts it: its handles are pending from the start.
+    written: the storage has been overwritten since; `ref` no longer leads to this content.
+    pinned: held until backward begins, needed or not.
+    """
+
+    __slots__ = (
+        "call", "position", "previous", "ref", "nbytes", "device", "version", "storage", "need",
+        "keep", "evict", "written", "pinned", "handles", "fingerprint", "index", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(self, ref: StorageRef, nbytes: int, device: torch.device, version: int) -> None:
+        self.call: Call | None = None
+        self.position = ""
+        self.previous: Cell | None = None
+        self.ref = ref
+        self.nbytes = nbytes
+        self.device = device
+        self.version = version
+        self.storage: torch.UntypedStorage | None = None
+        self.need = 0
+        self.keep = False
+        self.evict = False
+        self.written = False
+        self.pinned = False
+        self.handles: list[weakref.ref[Handle]] = []  # filled while measuring or guarding only
+        self.fingerprint: int | None = None
+        self.index = -1  # the recorder's number for it
+
+    def living_storage(self) -> torch.UntypedStorage | None:
+        """The content wherever it lives, or None if it is gone or was overwritten."""
+        if self.storage is not None:
+            return self.storage
+        return None if self.written else self.ref()
+
+    @property
+    def is_keepable(self) -> bool:
+        """Whether a need may take hold of the living storage instead of recomputing it."""
+        return self.call is None or self.keep
+
+    @property
+    def key(self) -> str:
+        """The cell's identity across steps, as plans write it ('' for external cells)."""
+        return f"{self.call.place}|{self.position}" if self.call is not None else ""
+
+
+class Value:
+    """A tensor argument: a geometry on a cell. `scratch` values are write-only statistics, replaced by zeros in a replay."""
+
+    __slots__ = ("cell", "geometry", "requires_grad", "scratch")
+
+    def __init__(self, cell: Cell, geometry: Geometry, requires_grad: bool) -> None:
+        self.cell = cell
+        self.geometry = geometry
+        self.requires_grad = requires_grad
+        self.scratch = False
+
+    def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return view_of(storage, self.geometry)
+
+
+class Slot(int):
+    """Marks the place of values[i] in a call's argument template."""
+
+
+class Call:
+    """A recorded tensor function call.
+
+    args, kwargs: templates with Slot(i) where values[i] goes. inputs: the distinct cells a replay reads.
+    writes: index of the value the call overwrites in place, or None. outputs: cells by position.
+    num_wanted: how many of its cells are needed and not held (the call is to be replayed while this is positive).
+    """
+
+    __slots__ = (
+        "func", "place", "module", "location", "seq", "args", "kwargs", "values", "inputs", "writes", "outputs",
+        "random_state", "autocast", "attention_flags", "num_wanted", "num_saved", "index",
+    )  # fmt: skip
+
+    def __init__(self, func: Callable[..., Any], place: str, module: str, location: str, seq: int) -> None:
+        self.func = func
+        self.place = place
+        self.module = module
+        self.location = location
+        self.seq = seq
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.values: list[Value] = []
+        self.inputs: tuple[Cell, ...] = ()
+        self.writes: int | None = None
+        self.outputs: dict[str, weakref.ref[Cell]] = {}
+        self.random_state: RandomState | None = None
+        self.autocast: Autocast = ()
+        self.attention_flags: tuple[bool, ...] | None = None
+        self.num_wanted = 0
+        self.num_saved = 0
+        self.index = -1
+
+
+class Handle:
+    """What autograd holds for one saved tensor.
+
+    alias: the tensor while it is held (a detached alias: returning the packed tensor itself would tie an output to its own node).
+    version: the tensor's version when it was saved; autograd checks versions only where no hooks are, so we do it here.
+    """
+
+    __slots__ = ("tape", "cell", "geometry", "alias", "version", "index", "__weakref__")
+
+    def __init__(self, tape: Tape, cell: Cell | None, tensor: torch.Tensor) -> None:
+        self.tape = tape
+        self.cell = cell
+        self.alias: torch.Tensor | None = tensor.detach()
+        self.version = self.alias._version
+        self.geometry: Geometry | None = None
+        self.index = -1
+
+    def __del__(self) -> None:
+        self.tape.on_drop(self)
+
+
+class KeptHandle:
+    """A handle that will hold its tensor to the end: the light form for what no plan touches."""
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.alias = tensor.detach()
+        self.version = self.alias._version
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+    """The tensor of this geometry on the storage; it shares the bytes."""
+    dtype, offset, size, stride = geometry
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

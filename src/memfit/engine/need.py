@@ -1,0 +1,246 @@
+"""Who needs what: the reference counts that say which sources an evicted cell's recipe must keep, and the replay itself.
+
+A cell's need is the number of pending handles on it plus the number of wanted calls that read it. A needed cell is either held
+strongly or its call is wanted; a wanted call needs all its inputs. So every source lives exactly as long as something evicted
+still depends on it, a replay restores every needed cell it passes, and nothing is computed twice in a backward pass.
+All walks are iterative: a recurrent network makes chains far longer than Python's stack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memfit.core.errors import CertificateError
+from memfit.engine.ambient import random_state, same_random_state, surroundings
+from memfit.engine.cell import Call, Cell, Slot, view_of
+from memfit.engine.fingerprint import fingerprint
+
+
+def add_need(cell: Cell, count: int = 1) -> bool:
+    """Count `count` new needs on the cell. False (and nothing changed) if its content could not be brought back."""
+    counted: list[tuple[Cell, int]] = []
+    wanted: list[Call] = []
+    held: list[Cell] = []
+    stack = [(cell, count)]
+    while stack:
+        current, number = stack.pop()
+        counted.append((current, number))
+        current.need += number
+        if current.need > number or current.storage is not None:
+            continue
+        if current.is_keepable and (storage := current.living_storage()) is not None:
+            current.storage = storage
+            held.append(current)
+            continue
+        call = current.call
+        if call is None:
+            for each, number in counted:
+                each.need -= number
+            for each in held:
+                each.storage = None
+            for each in wanted:
+                each.num_wanted -= 1
+            return False
+        call.num_wanted += 1
+        wanted.append(call)
+        if call.num_wanted == 1:
+            stack.extend((each, 1) for each in call.inputs)
+    return True
+
+
+def drop_need(cell: Cell, count: int = 1) -> None:
+    """Take back `count` needs; release what nobody needs any more."""
+    stack = [(cell, count)]
+    while stack:
+        current, number = stack.pop()
+        current.need -= number
+        if current.need > 0:
+            continue
+        if current.storage is not None:
+            if not current.pinned:
+                current.storage = None
+        elif current.call is not None:
+            current.call.num_wanted -= 1
+            if current.call.num_wanted == 0:
+                stack.extend((each, 1) for each in current.call.inputs)
+
+
+def let_go(cell: Cell) -> bool:
+    """Stop holding a needed cell's content: from now on it is recomputed. False (nothing changed) if that is impossible."""
+    storage, cell.storage = cell.storage, None
+    need, cell.need = cell.need, 0
+    keep, cell.keep = cell.keep, False
+    if need and not add_need(cell, need):
+        cell.storage, cell.need, cell.keep = storage, need, keep
+        return False
+    return True
+
+
+def materialise(cell: Cell, verify: bool) -> int:
+    """Replay what the cell's content is made from; afterwards `cell.storage` holds it. Returns the number of replayed calls."""
+    assert cell.call is not None and cell.need > 0 and cell.storage is None
+    calls: dict[int, Call] = {}
+    stack = [cell.call]
+    while stack:
+        call = stack.pop()
+        if call.seq in calls:
+            continue
+        calls[call.seq] = call
+        for source in call.inputs:
+            if source.storage is None:
+                if source.call is None:
+                    raise CertificateError(
+                        f"memfit cannot restore the output of {call.place}: one of its inputs was overwritten in a way "
+                        "it did not see. The step was stopped before a wrong gradient. Run again with `--verify always` "
+                        "or exclude the place by planning with a larger budget, and please report it."
+                    )
+                stack.append(source.call)
+    made: set[Cell] = set()
+    for seq in sorted(calls):
+        _run(calls[seq], made, verify)
+    assert cell.storage is not None
+    return len(calls)
+
+
+def _run(call: Call, made: set[Cell], verify: bool) -> None:
+    """Replay one call and hand its results to the cells that need them."""
+    wanted = {position: each for position, ref in call.outputs.items() if (each := ref()) is not None}
+    wanted = {position: each for position, each in wanted.items() if each.need > 0 and each.storage is None}
+    num_internal = sum(position.startswith("in") for position in wanted)
+    arguments, written = _arguments(call, made, want_internal=num_internal > 0)
+    state_before = random_state() if verify else None
+    saved = _replay(call, arguments, num_internal < len(wanted), wanted)
+    if state_before is not None and not same_random_state(state_before, random_state()):
+        raise CertificateError(f"replaying {call.place} moved the random generator; the step was stopped.")
+    if written is not None and "mut0" in wanted:
+        saved["mut0"] = written.untyped_storage()
+    for position, each in wanted.items():
+        storage = saved.get(position)
+        if storage is None or storage.nbytes() != each.nbytes:
+            found = "nothing" if storage is None else f"{storage.nbytes()} bytes"
+            raise CertificateError(
+                f"replaying {call.place} gave {found} where {each.nbytes} bytes were saved ({position}): the call does not "
+                "repeat itself. The step was stopped before a wrong gradient; please report the place."
+            )
+        if each.fingerprint is not None and fingerprint(storage) != each.fingerprint:
+            raise CertificateError(
+                f"the restored content of {call.place} ({position}) differs from what was evicted: the call does not repeat "
+                "itself bit for bit. The step was stopped before a wrong gradient; please report the place."
+            )
+        each.storage = storage
+        made.add(each)
+        call.num_wanted -= 1
+    if call.num_wanted == 0:
+        for source in call.inputs:
+            drop_need(source)
+
+
+def _arguments(call: Call, made: set[Cell], want_internal: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Tensors for the call's values, and the private tensor it will overwrite, if it overwrites one.
+
+    Inputs are fresh leaves that require gradients where the originals did, so that the same kernels are chosen and the same
+    tensors are saved as in the first run.
+    """
+    written_cell = call.values[call.writes].cell if call.writes is not None else None
+    private: torch.UntypedStorage | None = None
+    tensors = []
+    for index, value in enumerate(call.values):
+        if value.scratch:
+            dtype, _, size, _ = value.geometry
+            tensors.append(torch.zeros(size, dtype=dtype, device=value.cell.device))
+            continue
+        storage = value.cell.storage
+        assert storage is not None
+        if value.cell is written_cell:
+            if private is None:
+                if value.cell in made and value.cell.need == 1 and not value.cell.pinned:
+                    private = storage
+                else:
+                    private = storage.clone()
+            storage = private
+        tensor = value.tensor(storage)
+        if value.requires_grad:
+            if index != call.writes:
+                tensor.requires_grad_()
+            elif want_internal:
+                tensor = _Interior.apply(torch.empty(0, requires_grad=True), tensor)
+        tensors.append(tensor)
+    return tensors, tensors[call.writes] if call.writes is not None else None
+
+
+class _Stop(Exception):
+    """Raised from the recording hook once everything wanted has been saved: the rest of the call need not run."""
+
+
+def _replay(
+    call: Call, tensors: list[torch.Tensor], want_outputs: bool, wanted: dict[str, Cell]
+) -> dict[str, torch.UntypedStorage]:
+    """Run the call; the storages of its internal tensors ('in…') and, if wanted, of its results ('out…')."""
+    found: dict[str, torch.UntypedStorage] = {}
+    missing = {position for position in wanted if position.startswith("in")}
+    counter = 0
+
+    def pack(tensor: torch.Tensor) -> None:
+        nonlocal counter
+        position = f"in{counter}"
+        counter += 1
+        if position in missing:
+            missing.discard(position)
+            found[position] = tensor.untyped_storage()
+            if not missing and not want_outputs:
+                raise _Stop
+        return None
+
+    with (
+        surroundings(call.random_state, call.autocast, call.attention_flags),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(pack, _never_unpacked),
+    ):
+        try:
+            result = call.func(*_fill(call.args, tensors), **_fill(call.kwargs, tensors))
+        except _Stop:
+            return found
+    if want_outputs:
+        for number, tensor in enumerate(tensors_in(result)):
+            found.setdefault(f"out{number}", tensor.untyped_storage())
+    return found
+
+
+def _fill(template: Any, tensors: list[torch.Tensor]) -> Any:
+    """The template with tensors[i] for each Slot(i). (A nested function would be a cycle that holds the tensors.)"""
+    if type(template) is Slot:
+        return tensors[template]
+    if type(template) in (list, tuple):
+        return type(template)(_fill(each, tensors) for each in template)
+    if type(template) is dict:
+        return {key: _fill(each, tensors) for key, each in template.items()}
+    return template
+
+
+def _never_unpacked(_: None) -> torch.Tensor:
+    raise AssertionError("a replayed call's graph is never run backward")
+
+
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    """The tensors of a nested result, in a fixed order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for each in result for tensor in tensors_in(each)]
+    if isinstance(result, dict):
+        return [tensor for each in result.values() for tensor in tensors_in(each)]
+    return []
+
+
+class _Interior(torch.autograd.Function):
+    """The given tensor as an interior node of a graph: a leaf that requires a gradient must not be overwritten in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return view_of(tensor.untyped_storage(), (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        raise AssertionError("a replayed call's graph is never run backward")

@@ -1,0 +1,57 @@
+"""Every private PyTorch name memfit leans on, with what stands in for it. `tests/engine/test_private.py` watches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside an autograd backward pass.
+
+    Source: `torch.utils.checkpoint` and `torch.autograd.graph` use the same call (torch >= 2.1).
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold the storage, the given Python object not counted. Source: `torch._inductor.cudagraph_trees`."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def run_with_allocations(run: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """The result of `run()`, and every allocation (+bytes) and free (-bytes) of the CPU allocator meanwhile, in order.
+
+    Uses the thread-local autograd profiler, which prints nothing and costs about 0.3 ms; the public `torch.profiler` (kineto)
+    reports the same events for ten times the time. Raises RuntimeError where a profiler runs already (see `is_profiling`).
+    """
+    config = torch.autograd.ProfilerConfig(
+        torch.autograd.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
+    )
+    torch.autograd._enable_profiler_legacy(config)
+    try:
+        result = run()
+    finally:
+        records = torch.autograd._disable_profiler_legacy()
+    deltas = [each.cpu_memory_usage() for thread in records for each in thread if each.kind() == "memory_alloc"]
+    return result, deltas
+
+
+def is_profiling() -> bool:
+    """Whether somebody's profiler is on in this thread."""
+    return torch.autograd._profiler_enabled()
+
+
+def is_on_top(mode: torch.overrides.TorchFunctionMode, pack_hook: Callable[..., Any]) -> bool:
+    """Whether the mode and the saved-tensor hooks are the innermost ones, so that leaving them leaves nobody else's."""
+    depth = torch._C._len_torch_function_stack()
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode and top is not None and top[0] == pack_hook
+
+
+def is_top_dispatch_mode(mode: Any) -> bool:
+    """Whether the dispatch mode is the innermost one."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode

@@ -1,0 +1,579 @@
+"""The tape: what stock eager PyTorch lets a library see of a training step, turned into recipes and handles.
+
+A TorchFunctionMode sees every tensor function call; saved_tensors_hooks see every tensor autograd saves. With a policy alone the
+tape records only the calls the plan replays; while measuring or guarding (`record_all`) it records them all.
+Costs (one thread, torch 2.13 CPU) are measured by benchmarks/overhead.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from memfit.engine import functions
+from memfit.engine.ambient import attention_flags, autocast_state, random_state, same_random_state
+from memfit.engine.cell import Call, Cell, Handle, KeptHandle, Slot, StorageRef, Value, geometry_of, view_of
+from memfit.engine.fingerprint import fingerprint
+from memfit.engine.need import add_need, drop_need, let_go, materialise, tensors_in
+from memfit.engine.policy import CallPolicy, Policy
+from memfit.engine.private import in_backward
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_PLAIN_DTYPES = frozenset(
+    getattr(torch, name) for name in "float32 float16 bfloat16 float64 int64 int32 int16 int8 uint8 bool".split()
+)
+
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: [{kind} {shape}] "
+    "is at version {found}; expected version {expected} instead."
+)
+
+
+class Observer(Protocol):
+    """Who watches the tape: the recorder of a measured step, the guard. All calls come from the step's own thread."""
+
+    def on_begin(self, call: Call) -> None: ...
+    def on_end(self, call: Call, cells: list[Cell]) -> None: ...
+    def on_save(self, handle: Handle, call: Call | None) -> None: ...
+    def on_evicted(self, handle: Handle) -> None: ...
+    def on_unpack(self, handle: Handle) -> None: ...
+    def on_restored(self, handle: Handle, num_calls: int) -> None: ...
+    def on_drop(self, handle: Handle) -> None: ...
+
+
+class _Frame:
+    """One module invocation on the stack."""
+
+    __slots__ = ("path", "invocation", "ordinal", "planned")
+
+    def __init__(self, path: str, invocation: int, planned: dict[int, CallPolicy] | None) -> None:
+        self.path = path
+        self.invocation = invocation
+        self.ordinal = -1
+        self.planned = planned
+
+
+class Counts:
+    """What the certificate is made of."""
+
+    def __init__(self) -> None:
+        self.num_evicted = self.num_restored = self.num_verified = self.num_replayed_calls = self.num_kept_instead = 0
+        self.num_mismatched = self.num_sources_checked = 0
+        self.mismatched_places: list[str] = []
+
+
+class Tape(TorchFunctionMode):
+    """Records, evicts and restores between `enter` and `exit`. One tape a thread at a time.
+
+    policy: what to evict, or None. record_all: record every call (measuring, guarding). verify: fingerprint what is evicted.
+    pin_sources: hold what recipes read from outside the tape until backward, so that anything can be evicted later (guarding).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy: Policy | None = None
+        self.record_all = False
+        self.verify = False
+        self.pin_sources = False
+        self.observer: Observer | None = None
+        self.counts = Counts()
+        self.section = 0
+        self._cells: dict[int, Cell] = {}
+        self._pins: list[Cell] = []
+        self._paused = 0
+        self._seq = 0
+        self._current: Call | None = None
+        self._saved_now: list[Handle] = []
+        self._backward_seen = False
+        self._invocations: dict[str, int] = {}
+        self._frames: list[_Frame] = []
+        self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Install the mode, the saved-tensor hooks and the module hooks."""
+        module_hooks = torch.nn.modules.module
+        before = module_hooks.register_module_forward_pre_hook(self._before_module)
+        after = module_hooks.register_module_forward_hook(self._after_module, always_call=True)
+        self.pack_hook = self._pack
+        saved = torch.autograd.graph.saved_tensors_hooks(self.pack_hook, self._unpack)
+        self.__enter__()
+        saved.__enter__()
+        self._undo = [before.remove, after.remove, lambda: self.__exit__(None, None, None), lambda: saved.__exit__()]
+        self._begin_section(0)
+
+    def exit(self) -> None:
+        """Take everything off again. Graphs that are still alive can still be run backward."""
+        while self._undo:
+            self._undo.pop()()
+        self._unpin()
+
+    def end_step(self) -> None:
+        """The optimizer has stepped: what lives on is content from outside, and places count from zero again."""
+        self._unpin()
+        for cell in self._cells.values():
+            if cell.need == 0:
+                cell.call = None
+        self._begin_section(0)
+
+    def restart_section(self) -> None:
+        """The policy changed between two steps: look it up anew."""
+        self._begin_section(self.section)
+
+    def _begin_section(self, section: int) -> None:
+        self.section = section
+        self._backward_seen = False
+        self._invocations.clear()
+        if not self._frames:
+            self._frames.append(_Frame("", 0, None))
+        bottom = self._frames[0]
+        bottom.ordinal = -1
+        bottom.planned = self._planned("", 0)
+
+    def _planned(self, path: str, invocation: int) -> dict[int, CallPolicy] | None:
+        return self.policy.frame(self.section, path, invocation) if self.policy is not None else None
+
+    def _unpin(self) -> None:
+        for cell in self._pins:
+            self.unpin(cell)
+        self._pins.clear()
+
+    @staticmethod
+    def unpin(cell: Cell) -> None:
+        """Hold the cell's content no longer than something evicted needs it."""
+        cell.pinned = False
+        if cell.need == 0:
+            cell.storage = None
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the tape itself is at work: what is allocated now is not the program's."""
+        return self._paused > 0
+
+    @property
+    def is_between_calls(self) -> bool:
+        """Whether no recorded call is running."""
+        return self._current is None
+
+    def pin(self, cell: Cell) -> None:
+        """Hold the cell's content until backward begins, and longer while something evicted needs it."""
+        if not cell.pinned and (storage := cell.living_storage()) is not None:
+            cell.storage = storage
+            cell.pinned = True
+            self._pins.append(cell)
+
+    # ---- where we are ----------------------------------------------------------------------------------------------
+
+    def _before_module(self, module: torch.nn.Module, _: Any) -> None:
+        if self._paused:
+            return
+        if self._backward_seen and not in_backward():
+            self._begin_section(self.section + 1)
+        path = self._paths.get(module)
+        if path is None:
+            path = self._name(module)
+        invocation = self._invocations.get(path, 0)
+        self._invocations[path] = invocation + 1
+        self._frames.append(_Frame(path, invocation, self._planned(path, invocation)))
+
+    def _after_module(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+        if self._paused or len(self._frames) < 2:
+            return
+        path = self._paths.get(module)
+        while len(self._frames) > 1:
+            if self._frames.pop().path == path:
+                break
+
+    def _name(self, module: torch.nn.Module) -> str:
+        parent = self._frames[-1].path
+        root = f"{parent}.{type(module).__name__}" if parent else type(module).__name__
+        for name, child in module.named_modules():
+            self._paths.setdefault(child, f"{root}.{name}" if name else root)
+        return self._paths[module]
+
+    # ---- recording -------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or functions.is_looking(func):
+            return func(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            if functions.is_writing(func) or "out" in kwargs:
+                return self._run_writing(func, args, kwargs)
+            return func(*args, **kwargs)
+        if self._backward_seen:
+            if in_backward():
+                return self._run_writing(func, args, kwargs)
+            self._begin_section(self.section + 1)
+        frame = self._frames[-1]
+        frame.ordinal += 1
+        entry = frame.planned.get(frame.ordinal) if frame.planned is not None else None
+        if entry is None and not self.record_all:
+            if functions.is_writing(func) or "out" in kwargs or kwargs.get("inplace"):
+                return self._run_writing(func, args, kwargs)
+            return func(*args, **kwargs)
+        return self._record(func, types, args, kwargs, frame, entry)
+
+    def _run_writing(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call that is not recorded but may overwrite content others depend on."""
+        targets = [t for t in tensors_in((args, kwargs)) if self._cell_if_known(t) is not None]
+        statistics = functions.written_statistics(func, args, kwargs)
+        before = [(t, -1 if any(t is each for each in statistics) else t._version) for t in targets]
+        for tensor in targets:
+            self._save_content(tensor)
+        result = func(*args, **kwargs)
+        for tensor, version in before:
+            if tensor._version != version:
+                self._forget(tensor)
+        return result
+
+    def _record(
+        self, func: Any, types: Any, args: Any, kwargs: Any, frame: _Frame, entry: CallPolicy | None
+    ) -> Any:
+        name = functions.name_of(func)
+        if entry is not None and entry.function != name:
+            entry = None  # the program took another way this time: nothing planned here
+        values: list[torch.Tensor] = []
+        template_args = tuple(_strip(each, values) for each in args)
+        template_kwargs = {key: _strip(each, values) for key, each in kwargs.items()} if kwargs else {}
+        if not any(tensor.requires_grad for tensor in values):
+            return self._run_writing(func, args, kwargs) if functions.is_writing(func) else func(*args, **kwargs)
+        place = f"{self.section}|{frame.path}#{frame.invocation}/{frame.ordinal}:{name}"
+        self._seq += 1
+        call = Call(func, place, frame.path, _caller() if self.observer is not None else "", self._seq)
+        is_recipe = (
+            _PLAIN_TYPES.issuperset(types)
+            and not functions.is_foreign(func)
+            and "out" not in kwargs
+            and kwargs.get("generator") is None
+            and all(map(_is_plain, values))
+        )
+        versions = [tensor._version for tensor in values]
+        if is_recipe:
+            call.args, call.kwargs = template_args, template_kwargs
+            call.values = [Value(self._cell_of(t), geometry_of(t), t.requires_grad) for t in values]
+            statistics = functions.written_statistics(func, args, kwargs)
+            for tensor, value in zip(values, call.values, strict=True):
+                if any(tensor is each for each in statistics):
+                    value.scratch = True
+                    self._save_content(tensor)
+            call.autocast = autocast_state()
+            if name in functions.READS_ATTENTION_FLAGS:
+                call.attention_flags = attention_flags()
+            if any(t.is_cuda for t in values) and not functions.is_reproducible_on_cuda(func):
+                is_recipe = torch.are_deterministic_algorithms_enabled()
+            if entry is not None or self.pin_sources:
+                for value in call.values:
+                    if not value.scratch and (value.cell.call is None or (value.cell.keep and entry is not None)):
+                        self.pin(value.cell)
+        if functions.is_writing(func) or "out" in kwargs or kwargs.get("inplace"):
+            for tensor in values[:1] if is_recipe else values:
+                self._save_content(tensor)
+        draws = functions.may_draw(func)
+        if draws:
+            devices = tuple({t.device.index for t in values if t.is_cuda})
+            state = random_state(devices)
+        outer_call, self._current = self._current, call
+        outer_saved, self._saved_now = self._saved_now, []
+        if self.observer is not None:
+            self.observer.on_begin(call)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._current = outer_call
+            saved, self._saved_now = self._saved_now, outer_saved
+        if draws and not same_random_state(state, random_state(devices)):
+            call.random_state = state
+        is_recipe = self._settle_writes(call, values, versions, is_recipe)
+        cells = self._settle_results(call, result, is_recipe, entry)
+        if self.observer is not None:
+            self.observer.on_end(call, cells)
+        for handle in saved:
+            self._settle_handle(handle, call)
+        return result
+
+    def _settle_writes(
+        self, call: Call, values: list[torch.Tensor], versions: list[int], is_recipe: bool
+    ) -> bool:
+        """Find what the call overwrote: argument 0 gets a successor cell; anything else but statistics is no recipe."""
+        written = [index for index, tensor in enumerate(values) if tensor._version != versions[index]]
+        for tensor, value in zip(values, call.values, strict=False):
+            if value.scratch:
+                self._forget(tensor)
+        if not is_recipe:
+            for index in written:
+                self._forget(values[index])
+            return False
+        for index in written:
+            if call.values[index].scratch:
+                continue
+            if index == 0:
+                call.writes = 0
+            else:
+                is_recipe = False
+        if not is_recipe:
+            for index in written:
+                self._forget(values[index])
+            call.writes = None
+        seen: dict[Cell, None] = {}
+        for value in call.values:
+            if not value.scratch:
+                seen[value.cell] = None
+        call.inputs = tuple(seen)
+        if call.writes is not None and not self._is_restorable(call.values[0].cell):
+            self._forget(values[0])
+            call.writes = None
+            return False
+        return is_recipe
+
+    @staticmethod
+    def _is_restorable(cell: Cell) -> bool:
+        """Whether overwritten content can be had again: by its own recipe, or because the tape holds a copy."""
+        return cell.call is not None or cell.storage is not None
+
+    def _settle_results(self, call: Call, result: Any, is_recipe: bool, entry: CallPolicy | None) -> list[Cell]:
+        """Cells for what the call made: an overwritten argument, internal tensors seen by the hooks, results."""
+        cells: list[Cell] = [each for ref in call.outputs.values() if (each := ref()) is not None]
+        if call.writes is not None:
+            old = call.values[call.writes].cell
+            old.written = True
+            new = Cell(old.ref, old.nbytes, old.device, 0)
+            new.previous = old
+            self._cells[old.ref.key] = new
+            self._adopt(new, call, "mut0", cells)
+        for number, tensor in enumerate(tensors_in(result)):
+            if not _is_plain(tensor):
+                continue
+            known = self._cells.get(tensor.untyped_storage()._cdata)
+            if known is None:
+                self._adopt(self._file(tensor), call, f"out{number}", cells)
+            elif known.call is call and known.position.startswith("in"):
+                del call.outputs[known.position]
+                known.position = f"out{number}"
+                known.version = tensor._version
+                call.outputs[known.position] = weakref.ref(known)
+            elif known.call is call and known.position == "mut0":
+                known.version = tensor._version
+        if not is_recipe:
+            for cell in cells:
+                cell.call = None
+            call.outputs.clear()
+            return cells
+        for cell in cells:
+            if entry is not None:
+                cell.evict = cell.position in entry.evict
+                if cell.position in entry.keep:
+                    cell.keep = True
+                    self.pin(cell)
+            elif self.policy is not None:
+                cell.keep = True
+        return cells
+
+    @staticmethod
+    def _adopt(cell: Cell, call: Call, position: str, cells: list[Cell]) -> None:
+        cell.call = call
+        cell.position = position
+        call.outputs[position] = weakref.ref(cell)
+        cells.append(cell)
+
+    # ---- cells -----------------------------------------------------------------------------------------------------
+
+    def _file(self, tensor: torch.Tensor) -> Cell:
+        """A new cell for the tensor's storage, filed under it; external until somebody adopts it."""
+        storage = tensor.untyped_storage()
+        ref = StorageRef(storage, self._on_storage_death)
+        ref.key = storage._cdata
+        cell = Cell(ref, storage.nbytes(), tensor.device, tensor._version)
+        self._cells[ref.key] = cell
+        return cell
+
+    def _on_storage_death(self, ref: Any) -> None:
+        cell = self._cells.get(ref.key)
+        if cell is not None and cell.ref is ref:
+            del self._cells[ref.key]
+
+    def _cell_if_known(self, tensor: torch.Tensor) -> Cell | None:
+        if not _is_plain(tensor):
+            return None
+        return self._cells.get(tensor.untyped_storage()._cdata)
+
+    def _cell_of(self, tensor: torch.Tensor) -> Cell:
+        """The cell of the tensor's storage; unknown or unaccountably changed content is a new external cell."""
+        cell = self._cells.get(tensor.untyped_storage()._cdata)
+        if cell is None:
+            return self._file(tensor)
+        if cell.version != tensor._version and (cell.call is None or tensor._version != 0):
+            if cell.call is None and cell.storage is None and cell.need == 0:
+                cell.version = tensor._version
+                return cell
+            if cell.call is None or cell.version < tensor._version:
+                self._lose(cell)
+                return self._file(tensor)
+        return cell
+
+    def _save_content(self, tensor: torch.Tensor) -> None:
+        """The tensor's storage is about to be overwritten: if the tape holds its content for somebody, hold a copy instead."""
+        cell = self._cell_if_known(tensor)
+        if cell is not None and cell.storage is not None:
+            if cell.need > 0 or cell.pinned:
+                with torch.no_grad():
+                    cell.storage = cell.storage.clone()
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """The tensor's storage was overwritten by a call that is no recipe: its content is external from now on."""
+        cell = self._cell_if_known(tensor)
+        if cell is not None:
+            living = cell.ref()
+            if cell.storage is not None and living is not None and cell.storage._cdata == living._cdata:
+                self._lose(cell)
+            cell.written = True
+            self._file(tensor)
+
+    def _lose(self, cell: Cell) -> None:
+        """Content the tape held was overwritten unseen: go back to its recipe. Without one, restoring will raise."""
+        cell.written = True
+        if cell.storage is None:
+            return
+        cell.pinned = False
+        if not let_go(cell):
+            cell.storage = None
+            cell.call = None
+
+    # ---- saved tensors ---------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        call = self._current
+        if self._paused or not _is_plain(tensor) or tensor.untyped_storage().nbytes() == 0:
+            return KeptHandle(tensor)
+        number = 0
+        if call is not None:
+            number = call.num_saved
+            call.num_saved = number + 1
+        cell = self._cells.get(tensor.untyped_storage()._cdata)
+        if cell is None and call is not None:
+            cell = self._file(tensor)
+            cell.call = call
+            cell.position = f"in{number}"
+            call.outputs[cell.position] = weakref.ref(cell)
+        if not self.record_all and call is None and (cell is None or not cell.evict):
+            return KeptHandle(tensor)
+        if cell is None:
+            cell = self._file(tensor)
+        handle = Handle(self, cell, tensor)
+        handle.geometry = geometry_of(tensor)
+        if call is not None:
+            self._saved_now.append(handle)
+        else:
+            self._settle_handle(handle, None)
+        return handle
+
+    def _settle_handle(self, handle: Handle, call: Call | None) -> None:
+        """The saving call is over: which cell the handle is on is known now, and whether it holds its tensor."""
+        cell = self._cells.get(handle.alias.untyped_storage()._cdata, handle.cell)  # a successor, if written in place
+        handle.cell = cell
+        if self.observer is not None:
+            cell.handles.append(weakref.ref(handle))
+            self.observer.on_save(handle, call)
+        if cell.evict and not cell.written:
+            self.evict_handle(handle)
+
+    def evict_handle(self, handle: Handle) -> bool:
+        """Let the handle's tensor go; True unless its content could not be brought back."""
+        cell = handle.cell
+        if handle.alias is None or cell is None or cell.call is None:
+            return False
+        if not add_need(cell):
+            self.counts.num_kept_instead += 1
+            return False
+        if self.verify and cell.fingerprint is None:
+            self._paused += 1
+            cell.fingerprint = fingerprint(handle.alias.untyped_storage())
+            self._paused -= 1
+        if self.observer is not None:
+            self.observer.on_evicted(handle)
+        handle.alias = None
+        self.counts.num_evicted += 1
+        return True
+
+    def _unpack(self, handle: Any) -> torch.Tensor:
+        if not self._backward_seen:
+            self._backward_seen = True
+            if not self.pin_sources:
+                self._unpin()
+        if type(handle) is Handle:
+            if self.observer is not None:
+                self.observer.on_unpack(handle)
+            if handle.alias is None:
+                self._restore(handle)
+                return handle.alias
+        alias = handle.alias
+        if alias._version != handle.version:
+            raise RuntimeError(
+                _MODIFIED.format(
+                    kind=alias.type(), shape=list(alias.shape), found=alias._version, expected=handle.version
+                )
+            )
+        return alias
+
+    def _restore(self, handle: Handle) -> None:
+        cell = handle.cell
+        num_calls = 0
+        self._paused += 1
+        try:
+            if cell.storage is None:
+                num_calls = materialise(cell, self.verify)
+                self.counts.num_replayed_calls += num_calls
+            handle.alias = view_of(cell.storage, handle.geometry)
+        finally:
+            self._paused -= 1
+        handle.version = handle.alias._version
+        self.counts.num_restored += 1
+        self.counts.num_verified += cell.fingerprint is not None
+        drop_need(cell)
+        if self.observer is not None:
+            self.observer.on_restored(handle, num_calls)
+
+    def on_drop(self, handle: Handle) -> None:
+        """Autograd let the handle go (called by its finaliser)."""
+        if handle.alias is None and handle.cell is not None:
+            drop_need(handle.cell)
+        if self.observer is not None:
+            self.observer.on_drop(handle)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and tensor.dtype in _PLAIN_DTYPES
+
+
+def _strip(argument: Any, values: list[torch.Tensor]) -> Any:
+    """The argument with every tensor replaced by a Slot; containers are copied, so later changes to them do no harm."""
+    if isinstance(argument, torch.Tensor):
+        values.append(argument)
+        return Slot(len(values) - 1)
+    kind = type(argument)
+    if kind in (list, tuple):
+        return kind(_strip(each, values) for each in argument)
+    if kind is dict:
+        return {key: _strip(each, values) for key, each in argument.items()}
+    return argument
+
+
+_SKIP = ("/torch/", "/memfit/")
+
+
+def _caller() -> str:
+    """'file:line' of the nearest frame of the user's program."""
+    frame = sys._getframe(3)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not any(part in name for part in _SKIP):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,1 @@
+"""Run a step, get a Trace: who allocates, saves and frees what, where and when."""

@@ -1,0 +1,96 @@
+"""What differs between devices: how one operation's worst moment, the free bytes and the process's own bytes are read.
+
+`cpu`: an operation's hidden workspace comes from the allocator's own events, once per operation and shapes.
+`cuda`: from the caching allocator's peak counters, around every operation of a measured step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from memfit.engine.private import is_profiling, run_with_allocations
+
+_SMALL_BYTES = 1 << 16  # operations on less are not worth a look for hidden workspace
+
+
+class Backend(Protocol):
+    """One device's memory and clock."""
+
+    name: str
+
+    def run(self, key: Any, nbytes: int, run: Callable[[], Any]) -> tuple[Any, float, int]:
+        """Run one operation: its result, its seconds, and the bytes above the live ones at its worst moment."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Bytes a process can still take, or None where that is no use as a budget."""
+        ...
+
+    def process_bytes(self) -> int | None:
+        """Bytes this process has taken from the device (reserved, not only allocated), or None if unknown."""
+        ...
+
+
+class CpuBackend:
+    name = "cpu"
+    _workspaces: dict[Any, int] = {}  # by operation and shapes, for the life of the process
+
+    def run(self, key: Any, nbytes: int, run: Callable[[], Any]) -> tuple[Any, float, int]:
+        if nbytes < _SMALL_BYTES:
+            start = time.perf_counter()
+            return run(), time.perf_counter() - start, 0
+        known = self._workspaces.get(key)
+        if known is not None or is_profiling():
+            start = time.perf_counter()
+            result = run()
+            return result, time.perf_counter() - start, known or 0
+        start = time.perf_counter()
+        result, deltas = run_with_allocations(run)
+        seconds = time.perf_counter() - start
+        live = highest = 0
+        for delta in deltas:
+            live += delta
+            highest = max(highest, live)
+        self._workspaces[key] = highest
+        return result, seconds, highest
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def process_bytes(self) -> int | None:
+        return None
+
+
+class CudaBackend:
+    """Resets the peak counters of the current device while a step is measured (`torch.cuda.reset_peak_memory_stats`)."""
+
+    name = "cuda"
+
+    def run(self, key: Any, nbytes: int, run: Callable[[], Any]) -> tuple[Any, float, int]:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = run()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        return result, seconds, torch.cuda.max_memory_allocated() - before
+
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+
+    def process_bytes(self) -> int | None:
+        return torch.cuda.memory_reserved()
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend of the device's type. Raises ValueError for a type memfit does not know."""
+    if device.type == "cpu":
+        return CpuBackend()
+    if device.type == "cuda":
+        return CudaBackend()
+    raise ValueError(f"memfit measures on 'cpu' and 'cuda', not on {device.type!r}.")

@@ -1,0 +1,143 @@
+"""Trace and budget in, plan out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfit.core.breakdown import bytes_by
+from memfit.core.errors import BudgetError, PlanError
+from memfit.core.plan import Plan
+from memfit.core.replay import Replay
+from memfit.core.sizes import format_size
+from memfit.core.trace import Trace
+from memfit.planner.bound import lower_bound_seconds
+from memfit.planner.exhaustive import solve_exhaustively
+from memfit.planner.frontier import pareto, pick
+from memfit.planner.moves import moves_of
+from memfit.planner.problem import Choice, OnProgress, Problem
+from memfit.planner.sweep import find_low_choices, solve_sweep
+
+Solver = Callable[[Problem, OnProgress | None], list[Choice]]
+"""A solver returns the choices it looked at, for no budget in particular; the frontier of them serves every budget."""
+
+SOLVERS: dict[str, Solver] = {"sweep": solve_sweep, "exhaustive": solve_exhaustively}
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The choices worth having for one trace, by rising peak; made by `find_frontier`, read by `plan`."""
+
+    problem: Problem
+    choices: tuple[Choice, ...]
+    solver: str
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget that can be served."""
+        return self.choices[0].peak_bytes
+
+
+def find_frontier(trace: Trace, solver: str | Solver = "sweep", progress: OnProgress | None = None) -> Frontier:
+    """Everything the solver has to offer for the trace. Nearly all the time planning takes is spent here.
+
+    solver: a key of SOLVERS, or a function like them. Raises PlanError for an unknown key.
+    """
+    if isinstance(solver, str) and solver not in SOLVERS:
+        raise PlanError(f"{solver!r} is no solver. Known are {', '.join(SOLVERS)}.")
+    solve = SOLVERS[solver] if isinstance(solver, str) else solver
+    problem = Problem(trace)
+    nothing = problem.evaluate(frozenset(), frozenset())
+    choices = pareto([nothing, *solve(problem, progress)])
+    name = solver if isinstance(solver, str) else getattr(solver, "__name__", "custom")
+    return Frontier(problem, tuple(choices), name)
+
+
+def plan(
+    trace: Trace,
+    budget_bytes: int,
+    *,
+    solver: str | Solver = "sweep",
+    progress: OnProgress | None = None,
+    frontier: Frontier | None = None,
+) -> Plan:
+    """The quickest plan found whose predicted peak is at most `budget_bytes`; no moves where the step fits as it is.
+
+    Where the step fits that is found out quickly, and floor_bytes is then a budget that can be served, if not the
+    smallest. A safety margin is the caller's: pass the budget less the margin. For several budgets of one trace, pass
+    the `frontier` of `find_frontier`. A larger budget never gives a slower plan. Raises BudgetError with `needed_bytes`
+    if nothing fits.
+    """
+    frontier = frontier or _frontier_if_it_fits(trace, budget_bytes) or find_frontier(trace, solver, progress)
+    problem = frontier.problem
+    choice = pick(list(frontier.choices), budget_bytes)
+    if choice is None:
+        raise _too_small(trace, frontier, budget_bytes)
+    result = problem.replayer.run(choice.evict, choice.pin)
+    assert result.peak_bytes == choice.peak_bytes
+    return Plan(
+        budget_bytes=budget_bytes,
+        eager_peak_bytes=problem.eager.peak_bytes,
+        predicted_peak_bytes=result.peak_bytes,
+        floor_bytes=frontier.floor_bytes,
+        moves=moves_of(trace, result, choice.evict, choice.pin),
+        extra_seconds=result.extra_seconds,
+        lower_bound_seconds=min(lower_bound_seconds(problem, budget_bytes), result.extra_seconds),
+        eager_seconds=trace.step_seconds,
+        peak_phase=problem.eager.peak_phase,
+        device=trace.device,
+        solver=frontier.solver,
+        signature=str(trace.meta.get("signature", "")),
+        notes=_notes(trace, problem, result, frontier),
+    )
+
+
+def _frontier_if_it_fits(trace: Trace, budget_bytes: int) -> Frontier | None:
+    problem = Problem(trace)
+    if problem.eager.peak_bytes > budget_bytes:
+        return None
+    nothing = problem.evaluate(frozenset(), frozenset())
+    return Frontier(problem, tuple(pareto([nothing, *find_low_choices(problem)])), "none needed")
+
+
+def _notes(trace: Trace, problem: Problem, result: Replay, frontier: Frontier) -> tuple[str, ...]:
+    eager = problem.eager
+    notes = []
+    if eager.peak_phase == "optimizer step":
+        notes.append(
+            f"The peak of the step as it is ({format_size(eager.peak_bytes)}) is in the optimizer step, where no "
+            "activation is alive: recomputing saves nothing there. An optimizer built with foreach=False, or "
+            "fused=True, needs less."
+        )
+    elif result.peak_phase == "optimizer step":
+        notes.append("The peak is now in the optimizer step: less memory for activations would save nothing more.")
+    persistent = sum(storage.nbytes for storage in trace.storages if storage.persistent)
+    if frontier.floor_bytes == eager.peak_bytes and eager.peak_phase != "optimizer step":
+        notes.append(f"Nothing that autograd saved lowers the peak; {format_size(persistent)} of it outlive the step.")
+    return tuple(notes)
+
+
+def _too_small(trace: Trace, frontier: Frontier, budget_bytes: int) -> BudgetError:
+    floor = frontier.choices[0]
+    result = frontier.problem.replayer.run(floor.evict, floor.pin)
+    kinds = {kind: size for kind, size in bytes_by(trace, result, "kind").items() if size}
+    held = ", ".join(f"{kind} {format_size(size)}" for kind, size in list(kinds.items())[:5])
+    lasting = [storage for storage in trace.storages if storage.persistent]
+    persistent = sum(storage.nbytes for storage in lasting)
+    message = (
+        f"{format_size(budget_bytes)} is too small. The best plan found needs {format_size(floor.peak_bytes)} "
+        f"({floor.peak_bytes} bytes): at its peak, in the {result.peak_phase} phase, memory holds {held}. "
+    )
+    if persistent >= budget_bytes:
+        lasting_kinds = {storage.kind for storage in lasting}
+        names = " and ".join(sorted(lasting_kinds, key=lambda kind: (-kinds.get(kind, 0), kind)))
+        message += (
+            f"{names[:1].upper()}{names[1:]} alone outlive the step with {format_size(persistent)}: only a smaller "
+            "model or a smaller optimizer state could fit. "
+        )
+    elif result.peak_phase == "optimizer step":
+        message += "There recomputing saves nothing; an optimizer built with foreach=False has smaller temporaries. "
+    else:
+        message += "A smaller batch or shorter sequences make activations, inputs and temporaries smaller. "
+    message += f"Or try a budget of {floor.peak_bytes} bytes."
+    return BudgetError(message, needed_bytes=floor.peak_bytes)

@@ -1,0 +1,92 @@
+"""Moves: a choice of cells written for people, one move for each block of the model, in forward order."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from memfit.core.keys import cell_key
+from memfit.core.plan import Move
+from memfit.core.replay import Replay
+from memfit.core.sizes import format_size
+from memfit.core.trace import Trace
+
+_ENOUGH_CELLS = 4  # a block smaller than this is told as part of the one around it
+
+
+def moves_of(trace: Trace, result: Replay, evict: frozenset[int], pin: frozenset[int]) -> tuple[Move, ...]:
+    """The recompute moves for the cells; `result` is their replay. Their seconds add up to its extra seconds."""
+    cells = sorted(evict | pin, key=lambda cell: (trace.cells[cell].call, cell))
+    places = _places([trace.calls[trace.cells[cell].call].module for cell in cells])
+    groups: dict[str, list[int]] = defaultdict(list)
+    for cell, place in zip(cells, places, strict=True):
+        groups[place].append(cell)
+    place_of = dict(zip(cells, places, strict=True))
+    seconds: dict[str, float] = defaultdict(float)
+    for restore in result.restores:
+        for call in restore.calls:
+            near = [place_of[cell] for cell in trace.calls[call].outputs if cell in place_of]
+            module = trace.calls[call].module
+            within = [place for place in groups if place and (module == place or module.startswith(place + "."))]
+            place = near[0] if near else max(within, key=len) if within else place_of[restore.cell]
+            seconds[place] += trace.calls[call].seconds
+    return tuple(
+        _move(trace, place, [c for c in members if c in evict], [c for c in members if c in pin], seconds[place])
+        for place, members in groups.items()
+    )
+
+
+def _places(modules: list[str]) -> list[str]:
+    """For each module path the block to tell it under: 'encoder.layer.3' for 'encoder.layer.3.attention.dropout'.
+
+    The deepest numbered prefix that gathers enough of the paths, else the deepest prefix that does, else ''.
+    """
+    counts: Counter[str] = Counter()
+    for module in modules:
+        counts.update(_prefixes(module))
+
+    def place(module: str) -> str:
+        enough = [prefix for prefix in _prefixes(module) if counts[prefix] >= _ENOUGH_CELLS]
+        numbered = [prefix for prefix in enough if prefix.rpartition(".")[2].isdigit()]
+        return (numbered or enough or [""])[-1]
+
+    return [place(module) for module in modules]
+
+
+def _prefixes(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[: number + 1]) for number in range(len(parts))]
+
+
+def _move(trace: Trace, place: str, evict: list[int], pin: list[int], seconds: float) -> Move:
+    def num_bytes(cells: list[int]) -> int:
+        return sum(trace.storages[storage].nbytes for storage in {trace.cells[cell].storage for cell in cells})
+
+    return Move(
+        technique="recompute",
+        place=place,
+        evict=tuple(cell_key(trace, cell) for cell in evict),
+        pin=tuple(cell_key(trace, cell) for cell in pin),
+        saved_bytes=num_bytes(evict) - num_bytes(pin),
+        seconds=seconds,
+        reason=_reason(trace, evict, pin, num_bytes(evict), num_bytes(pin), seconds),
+    )
+
+
+def _reason(
+    trace: Trace, evict: list[int], pin: list[int], evicted_bytes: int, pinned_bytes: int, seconds: float
+) -> str:
+    def functions(cells: list[int]) -> str:
+        bytes_by_function: Counter[str] = Counter()
+        for cell in cells:
+            function = trace.calls[trace.cells[cell].call].function
+            bytes_by_function[function] += trace.storages[trace.cells[cell].storage].nbytes
+        names = [name for name, _ in bytes_by_function.most_common(4)]
+        names[3:] = ["others"] if len(names) > 3 else []
+        return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
+
+    kept = f"the result of {functions(pin)} ({format_size(pinned_bytes)}) is kept for that" if pin else ""
+    if not evict:
+        return f"Blocks after this one are recomputed from here: {kept}."
+    price = f"{1e3 * seconds:.1f} ms" if seconds else "no time of its own"
+    sentence = f"What {functions(evict)} made ({format_size(evicted_bytes)}) comes back in backward for {price}"
+    return f"{sentence}; {kept}." if kept else f"{sentence}."

@@ -1,0 +1,1 @@
+"""A plan on a live run: guard, apply, undo, certificate."""
