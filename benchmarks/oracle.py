@@ -1,4 +1,4 @@
-"""What a training step truly takes and truly computes, read without memfit: the exact allocator trace, the bits, CPU time.
+"""What a training step truly takes and computes, read without memfit: the exact allocator trace, the bits, CPU time.
 
 Memory (CPU). torch.profiler with profile_memory=True writes every allocation and free of PyTorch's CPU allocator, with
 address and size, into its Chrome trace. peak = bytes of all storages alive when the step starts + highest running sum.
@@ -68,7 +68,9 @@ def read_allocations(profiler: profile) -> list[int]:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    memory = [event["args"] for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
+    memory = [
+        event["args"] for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
+    ]
     return [args["Bytes"] for args in sorted(memory, key=lambda args: args["Ev Idx"])]
 
 
@@ -91,9 +93,9 @@ def _all_tensors() -> Iterable[Tensor]:
 def digest_state(model: nn.Module, optimizer: Optimizer, loss: Tensor | None = None) -> dict[str, str]:
     """A fingerprint of every bit that a step leaves behind: part -> SHA-256, parts that are missing as 'none'.
 
-    Call it before zero_grad, so that the gradients are there. Parts: loss, parameters, gradients, buffers, optimizer state
-    and the random generators (torch on CPU and CUDA). Two runs are equal bit for bit where the two dictionaries are equal;
-    a missing gradient is a difference.
+    Call it before zero_grad, so that the gradients are there. Parts: loss, parameters, gradients, buffers, optimizer
+    state and the random generators (torch on CPU and CUDA). Two runs are equal bit for bit where the two dictionaries
+    are equal; a missing gradient is a difference.
     """
     parts: dict[str, Any] = {"loss": loss, "random/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():

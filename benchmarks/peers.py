@@ -1,7 +1,7 @@
 """What a person has today: the block-wise checkpoint of PyTorch, put around the blocks of a workload.
 
-It updates the running statistics of batch norm twice a step (the second forward is a forward in training mode), so on W3
-and W4 it is a peer in bytes and seconds and not in results.
+It updates the running statistics of batch norm twice a step (the second forward is a forward in training mode), so on
+W3 and W4 it is a peer in bytes and seconds and not in results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""W1-W4 under memory budgets: peak, equality with plain eager and time, of plain eager, checkpoint per block and memfit.
+"""W1-W4 under memory budgets: peak, equality with plain eager and time, for eager, checkpoint per block and memfit.
 
     python benchmarks/run.py -o benchmarks/results/cpu.json           # all of it, about an hour on 2 cores
     python benchmarks/run.py --workloads W1,W3 --quick -o quick.json  # fewer budgets, fewer timed steps
@@ -33,15 +33,15 @@ NUM_TRACED_STEPS = 5
 IDLE_PERCENT, PERCENTS, QUICK_PERCENTS = 110, (90, 75, 60, 50, 40), (60,)
 NUM_PAIRS, QUICK_NUM_PAIRS = 6, 2
 MAX_TIME_RATIO, MAX_PREDICTION_ERROR = 1.5, 0.01
-FLOOR_TRIES = 4
+FLOOR, FLOOR_TRIES = "floor", 4
 MIB = 1024**2
 
 Row = dict[str, Any]
 
 
-def measure(variant: Variant, partner: Variant | None, eager_digest: dict[str, str] | None, num_pairs: int) -> Row:
-    """The row of a running variant. Raises VariantError where it fails or refuses."""
-    row: Row = {"workload": variant.workload, "variant": variant.name, "budget_bytes": variant.budget_bytes}
+def measure(variant: Variant, partner: Variant, eager_digest: dict[str, str] | None, num_pairs: int) -> Row:
+    """The numbers of a running variant, its digest among them. Raises VariantError where it fails or refuses."""
+    row: Row = {}
     bytes_of_steps = [variant.trace_step() for _ in range(NUM_TRACED_STEPS - 1)]
     last, digest = variant.finish_with_digest()
     bytes_of_steps.append(last)
@@ -52,8 +52,7 @@ def measure(variant: Variant, partner: Variant | None, eager_digest: dict[str, s
     row["within_budget"] = variant.budget_bytes is None or max(peaks) <= variant.budget_bytes
     differing = compare_digests(digest, digest if eager_digest is None else eager_digest)
     row |= {"equal": not differing, "num_parts_compared": len(digest), "differing": differing}
-    if partner is not None:
-        row |= _measure_time(variant, partner, num_pairs)
+    row |= _measure_time(variant, partner, num_pairs)
     row |= variant.facts()
     if predicted := row.get("predicted_peak_bytes"):
         row["prediction_error"] = predicted / max(peaks[2:]) - 1  # the plan is settled from the third step on
@@ -61,7 +60,14 @@ def measure(variant: Variant, partner: Variant | None, eager_digest: dict[str, s
 
 
 def _measure_time(variant: Variant, partner: Variant, num_pairs: int) -> Row:
-    pairs = [(partner.time_step(), variant.time_step()) for _ in range(num_pairs + 1)][1:]  # the first warms both up
+    pairs = []
+    for place in range(num_pairs + 1):
+        if place % 2:  # who goes second finds the other's data in the shared caches
+            ours, eager = variant.time_step(), partner.time_step()
+        else:
+            eager, ours = partner.time_step(), variant.time_step()
+        pairs.append((eager, ours))
+    del pairs[0]  # warms both up
     return {
         "cpu_time_ratio": statistics.median(ours[0] / eager[0] for eager, ours in pairs),
         "wall_time_ratio": statistics.median(ours[1] / eager[1] for eager, ours in pairs),
@@ -74,13 +80,15 @@ def measure_workload(name: str, *, quick: bool) -> list[Row]:
     """All rows of one workload: eager against itself, checkpoint, memfit from idle down to its floor."""
     num_pairs = QUICK_NUM_PAIRS if quick else NUM_PAIRS
     with Variant(name, EAGER) as partner:
+        for _ in range(NUM_TRACED_STEPS):  # as old as what it is compared with: a young process pays for page faults
+            partner.trace_step()
         rows = [_try(Variant(name, EAGER), partner, None, num_pairs)]
         eager_peak_bytes, digest = rows[0]["peak_bytes"], rows[0].pop("digest")
         rows.append(_try(Variant(name, CHECKPOINT), partner, digest, num_pairs))
         for percent in (IDLE_PERCENT, *(QUICK_PERCENTS if quick else PERCENTS)):
             variant = Variant(name, MEMFIT, eager_peak_bytes * percent // 100)
-            rows.append({"percent": percent, **_try(variant, partner, digest, num_pairs)})
-        rows.append({"percent": "floor", **_measure_floor(name, rows, partner, digest, num_pairs)})
+            rows.append(_try(variant, partner, digest, num_pairs, percent))
+        rows.append(_measure_floor(name, rows, partner, digest, num_pairs))
     for row in rows:
         row.pop("digest", None)
         if "peak_bytes" in row:
@@ -92,22 +100,29 @@ def _measure_floor(name: str, rows: list[Row], partner: Variant, digest: dict[st
     """The smallest budget memfit calls feasible: what it says it needs, tried, and raised to what it then says."""
     told = [row[key] for row in rows for key in ("floor_bytes", "needed_bytes") if row.get(key)]
     if not told:
-        return {"workload": name, "variant": MEMFIT, "error": "memfit named no smallest budget"}
+        return {"workload": name, "variant": MEMFIT, "percent": FLOOR, "error": "memfit named no smallest budget"}
     budget_bytes = min(told)
     for _ in range(FLOOR_TRIES):
-        row = _try(Variant(name, MEMFIT, budget_bytes), partner, digest, num_pairs)
+        row = _try(Variant(name, MEMFIT, budget_bytes), partner, digest, num_pairs, FLOOR)
         if (row.get("needed_bytes") or 0) <= budget_bytes:
             break
         budget_bytes = row["needed_bytes"]
     return row
 
 
-def _try(variant: Variant, partner: Variant, eager_digest: dict[str, str] | None, num_pairs: int) -> Row:
+def _try(
+    variant: Variant,
+    partner: Variant,
+    eager_digest: dict[str, str] | None,
+    num_pairs: int,
+    percent: int | str | None = None,
+) -> Row:
+    row: Row = {"workload": variant.workload, "variant": variant.name, "percent": percent}
+    row["budget_bytes"] = variant.budget_bytes
     try:
         with variant:
-            row = measure(variant, partner, eager_digest, num_pairs)
+            row |= measure(variant, partner, eager_digest, num_pairs)
     except VariantError as error:
-        row = {"workload": variant.workload, "variant": variant.name, "budget_bytes": variant.budget_bytes}
         row |= {"error": str(error), "error_kind": error.kind, "needed_bytes": error.needed_bytes}
     print(draw_row(row), file=sys.stderr, flush=True)
     return row
@@ -125,7 +140,9 @@ def find_broken_promises(rows: list[Row]) -> list[str]:
         if not row["within_budget"]:
             broken.append(f"{place}: peak {_mib(row['peak_bytes'])} MiB.")
         if not row["equal"]:
-            broken.append(f"{place}: {len(row['differing'])} parts differ from plain eager, first {row['differing'][0]}.")
+            broken.append(
+                f"{place}: {len(row['differing'])} parts differ from plain eager, first {row['differing'][0]}."
+            )
         if row["percent"] == IDLE_PERCENT and row["installed"]:
             broken.append(f"{place}: the step fits as it is and something was installed.")
         if row["cpu_time_ratio"] > MAX_TIME_RATIO:
@@ -150,7 +167,7 @@ HEADER = (
 def draw_row(row: Row) -> str:
     """One line of the Markdown table."""
     percent = row.get("percent")
-    variant = row["variant"] + (f" {percent}{'' if percent == 'floor' else ' %'}" if percent else "")
+    variant = row["variant"] + (f" {percent}{'' if percent == FLOOR else ' %'}" if percent else "")
     start = f"| {row['workload']} | {variant} | {_mib(row.get('budget_bytes'))} "
     if "error" in row:
         return start + f"| – | – | – | – | – | {row['error'].splitlines()[0]} |"
@@ -193,11 +210,14 @@ def describe_machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        models = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         cpu = models[0] if models else cpu
     return {
         "versions": {"python": platform.python_version()} | {name: _find_version(name) for name in names},
-        "commit": (git("rev-parse", "--short=12", "HEAD") or "unknown") + (" + changes" if git("status", "--porcelain") else ""),
+        "commit": (git("rev-parse", "--short=12", "HEAD") or "unknown")
+        + (" + changes" if git("status", "--porcelain") else ""),
         "hardware": {"cpu": cpu, "num_cores": os.cpu_count()},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

@@ -1,7 +1,7 @@
 """One variant of one workload in a process of its own, stepped on command, so that two can be timed turn by turn.
 
-A process apiece because a live memfit session watches every tensor call of its process, a plain step beside it included; and
-so that nothing but the variant is in the memory that is counted.
+A process apiece because a live memfit session watches every tensor call of its process, a plain step beside it
+included; and so that nothing but the variant is in the memory that is counted.
 """
 
 from __future__ import annotations

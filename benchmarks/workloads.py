@@ -1,6 +1,6 @@
 """The four training steps every comparison in this project is made on, defined once.
 
-    W1  BERT question answering as written in 2019: softmax attention with an additive mask, GELU made of mul, div, erf, add
+    W1  BERT question answering as written in 2019: softmax attention, additive mask, GELU made of mul, div, erf, add
     W2  GPT with a large tied vocabulary: the logits are the peak
     W3  residual CNN: batch norm, in-place ReLU, `out += identity`
     W4  U-Net: the same and concatenated skips, so the layers are no chain
@@ -72,7 +72,9 @@ class Workload:
     def make(self, device: str | torch.device = "cpu") -> Setup:
         torch.manual_seed(SEED)
         setup = self.build(torch.device(device))
-        torch.manual_seed(SEED + 1)  # the steps' own random stream: the same on every device, whatever the building drew
+        torch.manual_seed(
+            SEED + 1
+        )  # the steps' own random stream: the same on every device, whatever the building drew
         return setup
 
 
@@ -212,7 +214,9 @@ class GPT(nn.Module):
         self.head.weight = self.token_embeddings.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.token_embeddings(tokens) + self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.token_embeddings(tokens) + self.position_embeddings(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))  # (B, T, C) -> (B, T, V)

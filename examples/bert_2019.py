@@ -1,9 +1,9 @@
 """Train BERT as it was written in 2019 (pytorch-pretrained-bert) to answer questions, on a file beside this script.
 
-    python examples/bert_2019.py --epochs 3
+    python examples/bert_2019.py --epochs 4
 
-The package predates fused kernels: attention is matmul, softmax, dropout, matmul, and GELU is made of mul, div, erf and add,
-so most of a step's memory is what those small calls keep for backward.
+The package predates fused kernels: attention is matmul, softmax, dropout, matmul, and GELU is made of mul, div, erf and
+add, so most of a step's memory is what those small calls keep for backward.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import argparse
 
 import torch
 from pytorch_pretrained_bert.modeling import BertConfig, BertModel
-from squad import build_vocabulary, encode, read_questions
 from torch import Tensor, nn
+
+from squad import build_vocabulary, encode, read_questions
 
 
 class QuestionAnswering(nn.Module):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from squad import Encoded, Question, build_vocabulary, count_exact, encode, read_questions
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import BertConfig, BertForQuestionAnswering
+
+from squad import Encoded, Question, build_vocabulary, count_exact, encode, read_questions
 
 
 def build_model(num_words: int, args: argparse.Namespace) -> BertForQuestionAnswering:
@@ -72,7 +73,11 @@ def main() -> None:
         for places in torch.randperm(len(questions)).split(args.batch_size):
             tokens, segments, mask, starts, ends = encoded.take(places)
             out = model(
-                input_ids=tokens, token_type_ids=segments, attention_mask=mask, start_positions=starts, end_positions=ends
+                input_ids=tokens,
+                token_type_ids=segments,
+                attention_mask=mask,
+                start_positions=starts,
+                end_positions=ends,
             )
             out.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -2,7 +2,7 @@
 
     python examples/char_gpt.py --steps 60
 
-The text is the forty paragraphs of data/squad_small.json. Shapes: B batch, T letters, C width, H heads, D width of a head.
+The text is the forty paragraphs of data/squad_small.json. Shapes: B batch, T letters, C width, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from squad import read_questions
 from torch import Tensor, nn
+
+from squad import read_questions
 
 
 class Block(nn.Module):
@@ -39,7 +40,9 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    def __init__(self, num_letters: int, length: int, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
+    def __init__(
+        self, num_letters: int, length: int, width: int, num_heads: int, num_layers: int, dropout: float
+    ) -> None:
         super().__init__()
         self.letters, self.places = nn.Embedding(num_letters, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_layers))

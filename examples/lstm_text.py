@@ -11,8 +11,9 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from squad import read_questions
 from torch import Tensor, nn
+
+from squad import read_questions
 
 State = tuple[Tensor, Tensor]
 

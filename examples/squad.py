@@ -61,7 +61,9 @@ def split_words(text: str) -> list[tuple[str, int, int]]:
 
 def build_vocabulary(questions: list[Question]) -> dict[str, int]:
     """Word -> number, for every word in the data; 0 to 3 are the special tokens."""
-    words = {word for question in questions for text in (question.text, question.context) for word, *_ in split_words(text)}
+    words = {
+        word for question in questions for text in (question.text, question.context) for word, *_ in split_words(text)
+    }
     return {word: number for number, word in enumerate(sorted(words), start=SEP + 1)}
 
 
@@ -87,7 +89,9 @@ def encode(questions: list[Question], vocabulary: dict[str, int], length: int) -
     return Encoded(tokens, segments, mask, torch.tensor(starts), torch.tensor(ends), spans)
 
 
-def find_answer(start_logits: list[float], end_logits: list[float], spans: dict[int, tuple[int, int]], max_words: int = 8) -> slice:
+def find_answer(
+    start_logits: list[float], end_logits: list[float], spans: dict[int, tuple[int, int]], max_words: int = 8
+) -> slice:
     """The likeliest place of an answer of at most `max_words` words in a context. T logits each."""
     places = sorted(spans)
     _, first, last = max(

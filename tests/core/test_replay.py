@@ -113,6 +113,7 @@ def test_a_pinned_cell_that_is_overwritten_is_copied():
     trace = in_place(with_reader=False).trace()
     result = replay(trace, evict={2}, pin={1})
     assert (result.peak_bytes, result.extra_seconds) == (9, 1.0)  # only the in-place call is run again
+    assert result.live_bytes[trace.events.index(("begin", 1))] == 9  # the copy is made before the call overwrites
 
 
 def test_a_dropout_mask_comes_back_with_its_result_in_one_call():
@@ -195,6 +196,27 @@ def test_workspaces_of_forward_and_of_replayed_calls_count():
     assert result.peak_bytes == 15
     assert (result.peak_phase, result.workspace_bytes) == ("forward", 0)  # input 1 and temporary 14 come first
     assert eager.high_bytes[trace.events.index(("spike", 10))] == 11
+
+
+def test_a_workspace_can_be_the_peak_in_the_quick_replay_too():
+    step = Step()
+    step.call("conv", [step.external(1, "input")], 4, extra_bytes=10)
+    assert Replayer(step.trace()).measure() == (11, 0)
+
+
+def test_a_pin_outlives_a_pending_handle_dropped_in_forward():
+    step = Step()
+    source = step.call("f", [step.external(1, "input")], 3)
+    cell = step.call("g", [source], 5)
+    handle = step.save(cell)
+    step.release(source, cell)
+    step.drop(handle)
+    last = step.call("h", [step.external(1, "input")], 1, saves_result=True)
+    before = len(step.events) - 1
+    step.release(last)
+    step.backward(gradients=False)
+    result = replay(step.trace(), evict={cell}, pin={source})
+    assert (result.live_bytes[before], result.live_bytes[-1]) == (1 + 3 + 1 + 1, 2)
 
 
 def test_holders_at_the_peak_add_up_by_kind_and_by_phase():

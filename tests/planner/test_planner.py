@@ -1,4 +1,4 @@
-"""The planner against plans worked out by hand, against every plan there is on small steps, and against its promises."""
+"""The planner against plans worked out by hand, every plan there is on small steps, and its promises."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from memfit.core.trace import Trace
 from memfit.planner import find_frontier, plan
 from memfit.planner.bound import lower_bound_seconds
 from memfit.planner.problem import Problem
+from memfit.planner.sweep import sew
 from synthetic import MIB, Step, chain, random_step, transformer
 
 
@@ -47,7 +48,7 @@ def test_a_byte_short_evicts_what_is_cheapest_to_make_again():
 
 
 def shared_source() -> Trace:
-    """An unsaved result of 2 bytes and 5 seconds, read by three saved calls of 10 bytes and 1 second; then one of 4 bytes."""
+    """An unsaved result of 2 bytes and 5 s, read by three saved calls of 10 bytes and 1 s; one of 14 bytes apart."""
     step = Step()
     source = step.call("linear", [step.external(1, "input")], 2, seconds=5.0, module="block")
     for _ in range(3):
@@ -232,13 +233,22 @@ def test_the_bound_is_the_optimum_where_one_moment_decides():
     assert lower_bound_seconds(problem, 11) == pytest.approx(1.5, rel=0.01)  # half of it: a relaxation
 
 
+def test_sewing_keeps_what_the_second_plan_reads_across_the_seam():
+    # Cells 1, 2, 3 are made by calls 0, 1, 2; the third is computed from the second, which the first plan evicts.
+    problem = Problem(chain([4, 4, 4, 4]))
+    thrifty = problem.evaluate(frozenset({1, 2}), frozenset())
+    quick = problem.evaluate(frozenset({3}), frozenset())
+    assert sew(problem, thrifty, quick, 2).evict == {1, 3}
+    assert sew(problem, thrifty, quick, 3).evict == {1, 2}
+
+
 def test_another_solver_can_be_given_and_an_unknown_one_is_refused():
     def evict_all(problem, progress):
         return [problem.evaluate(frozenset({1}), frozenset())]
 
     found = plan(chain([4, 4, 4]), 10, solver=evict_all)
     assert (found.solver, found.predicted_peak_bytes) == ("evict_all", 9)
-    with pytest.raises(PlanError, match="'magic' is no solver. Known are sweep, exhaustive."):
+    with pytest.raises(PlanError, match=r"'magic' is no solver\. Known are sweep, exhaustive\."):
         find_frontier(chain([4]), "magic")
     with pytest.raises(PlanError, match=r"would try 2\*\*20 plans"):
         find_frontier(chain([1] * 20), "exhaustive")

@@ -27,6 +27,7 @@ class Move:
     saved_bytes: bytes of the evicted storages less the pinned ones. seconds: what bringing them back costs.
     reason: one sentence for the reader.
     calls: places of the calls that are replayed to bring the evicted cells back; only these are recorded under the plan.
+    keep: keys of cells those calls make that stay because autograd saved them and the plan does not evict them.
     """
 
     technique: str
@@ -37,6 +38,7 @@ class Move:
     seconds: float = 0.0
     reason: str = ""
     calls: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -75,19 +75,19 @@ class Certificate:
 class Result:
     """What a run did. Bytes are of the whole step (parameters, gradients, optimizer state, activations, workspaces).
 
-    budget_bytes: the budget the run was held to; budget_source: 'given', or how it was found ('free on the card less
-        ...').
+    budget_bytes: the budget the run was held to, None where it was only measured; budget_source:
+        'given', or how it was found ('free on the card less ...').
     allow: the exactness the user allowed (core.plan.EXACTNESS).
     eager_peak_bytes: peak of the step as plain eager would have run it, reconstructed from the trace.
     predicted_peak_bytes, predicted_step_seconds: the plan's, for the steps it ran.
-    peak_bytes: the highest measured peak of all steps, the first included; `peak_source` says how it was read,
+    peak_bytes: the highest peak of the measured steps, the first among them; `peak_source` says how it was read,
         `peak_phase` (trace.PHASES) and `peak_step` (from 1) where it was.
-    planned_peak_bytes: the highest measured peak of the steps the plan ran: what the prediction is compared with.
+    planned_peak_bytes: the same of the measured steps that the plan ran: what the prediction is compared with.
     floor_bytes: the smallest budget the planner could have served.
     step_seconds: median of the steps under the plan, or of all where nothing was installed. eager_step_seconds: the
         measured eager step less what measuring cost.
-    num_steps: optimizer steps seen; num_measured_steps: those that ran under measurement; num_planned_steps: under
-        the plan.
+    num_steps: optimizer steps seen; num_measured_steps: those whose peak was read; num_planned_steps:
+        those under the plan.
     installed: whether memfit changed anything at all (False: the step fitted as it was).
     moves: the plan's, in forward order.
     eager_bytes_by_kind, bytes_by_kind: kind (trace.KINDS) -> bytes at the eager peak, and at the measured one.
@@ -97,7 +97,7 @@ class Result:
     versions: 'memfit', 'python', 'torch', ... -> version.
     """
 
-    budget_bytes: int
+    budget_bytes: int | None
     peak_bytes: int | None = None
     peak_source: str = ""
     peak_phase: str = ""
@@ -129,8 +129,8 @@ class Result:
 
     @property
     def within_budget(self) -> bool | None:
-        """Whether the measured peak of every step was within the budget; None if nothing was measured."""
-        return None if self.peak_bytes is None else self.peak_bytes <= self.budget_bytes
+        """Whether the peak of every measured step was within the budget; None if nothing was measured."""
+        return self.peak_bytes <= self.budget_bytes if self.peak_bytes is not None and self.budget_bytes else None
 
     @property
     def time_ratio(self) -> float | None:

@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
         self.limit_bytes = 0
         self._is_restoring = is_restoring
         self._known = tensors
+        self._parameter_shapes: list[tuple[tuple[int, ...], str]] = []
         self._storages: list[_Storage] = []
         self._watched: dict[int, _Storage] = {}
         self._waiting: dict[int, _Storage] = {}  # saved, held by handles, not yet seen released by the program
@@ -84,11 +85,14 @@ class Recorder(TorchDispatchMode):
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """File what is alive, then watch."""
+        """File what is alive, then watch. Garbage is collected first, so that it does not count as the program's."""
+        gc.collect()
         for kind, tensors in self._known.items():
             for tensor in tensors:
                 if (watched := self._file_known(tensor, kind)) is not None:
-                    watched.persistent = True
+                    watched.persistent = kind != "gradient"
+        self._parameter_shapes = [(tuple(p.shape), str(p.dtype)) for p in self._known.get("parameter", ())]
+        self._known = {}  # or it would keep last step's gradients alive
         for tensor in _tensors_alive():
             self._file_known(tensor, "input")
         self._is_on = True
@@ -125,8 +129,8 @@ class Recorder(TorchDispatchMode):
             for operation, operand in self._prelude + self._events
         ]
         signature = hashlib.sha256()
-        for tensor in self._known.get("parameter", ()):
-            signature.update(f"{tuple(tensor.shape)}{tensor.dtype};".encode())
+        for shape, dtype in self._parameter_shapes:
+            signature.update(f"{shape}{dtype};".encode())
         meta = {"signature": signature.hexdigest()[:16], "torch": torch.__version__, **meta}
         meta["measured_peak_bytes"] = self.peak_bytes
         meta["measured_peak_phase"] = self.peak_phase

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 from memfit.core.keys import cell_key
 from memfit.core.plan import Move
@@ -22,6 +23,7 @@ def moves_of(trace: Trace, result: Replay, evict: frozenset[int], pin: frozenset
         groups[place].append(cell)
     place_of = dict(zip(cells, places, strict=True))
     seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, list[int]] = defaultdict(list)
     for restore in result.restores:
         for call in restore.calls:
             near = [place_of[cell] for cell in trace.calls[call].outputs if cell in place_of]
@@ -29,8 +31,19 @@ def moves_of(trace: Trace, result: Replay, evict: frozenset[int], pin: frozenset
             within = [place for place in groups if place and (module == place or module.startswith(place + "."))]
             place = near[0] if near else max(within, key=len) if within else place_of[restore.cell]
             seconds[place] += trace.calls[call].seconds
+            calls[place].append(call)
+    saved = {handle.cell for handle in trace.handles}
     return tuple(
-        _move(trace, place, [c for c in members if c in evict], [c for c in members if c in pin], seconds[place])
+        replace(
+            _move(trace, place, [c for c in members if c in evict], [c for c in members if c in pin], seconds[place]),
+            calls=tuple(trace.calls[call].place for call in sorted(calls[place])),
+            keep=tuple(
+                cell_key(trace, cell)
+                for call in sorted(calls[place])
+                for cell in trace.calls[call].outputs
+                if cell in saved and cell not in evict and cell not in pin
+            ),
+        )
         for place, members in groups.items()
     )
 

@@ -1,13 +1,13 @@
 """Solver 'sweep': prices, regions and seams, each judged by the replay.
 
-1. For several region sizes (one region for the whole step, then finer), sweep the price of a byte: the minimum cuts give
-   the convex hull of what is kept against what is recomputed (Eisner and Severance 1976).
-2. Sew pairs of these together at a call: the thriftier one before the seam, the quicker one after it. Backward frees the
-   end of the step first, so what the end keeps is gone when the beginning is restored.
+1. For several region sizes (one region for the whole step, then finer), sweep the price of a byte: the minimum cuts
+   give the convex hull of what is kept against what is recomputed (Eisner and Severance 1976).
+2. Sew pairs of these together at a call: the thriftier one before the seam, the quicker one after it. Backward frees
+   the end of the step first, so what the end keeps is gone when the beginning is restored.
 3. Mend what is best so far, one call at a time.
 
-Costs about 1 s for 150 calls and 3 s for 1,400: the number of replays is limited by the size of the trace. No clocks and
-no randomness: the same trace gives the same choices.
+Costs about 1 s for 150 calls and 3 s for 1,400: the number of replays is limited by the size of the trace. No clocks
+and no randomness: the same trace gives the same choices.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _NUM_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _MOST_LEVELS = 3
 _HULL_DEPTH = 4
 _NUM_SEAMS = 16
+_SEAMS_PER_TURN = 3
 
-_Point = tuple[Choice | None, float, float]  # a choice (None: do nothing), bytes kept, seconds
+_Point = tuple[Choice, float, float]  # a choice, bytes kept, seconds
 
 
 def solve_sweep(problem: Problem, progress: OnProgress | None = None) -> list[Choice]:
@@ -82,7 +83,8 @@ def _hull(problem: Problem, required: np.ndarray, num_regions: int, depth: int =
     # The highest price still in integer reach: every byte is dearer than all seconds.
     top = at_price(float(problem.seconds.sum()) + 1.0)
     found = [top[0]]
-    spans: list[tuple[_Point, _Point]] = [((None, float(total), 0.0), top)]
+    nothing = problem.evaluate(frozenset(), frozenset())
+    spans: list[tuple[_Point, _Point]] = [((nothing, float(total), 0.0), top)]
     for _ in range(depth):
         next_spans = []
         for quick, thrifty in spans:
@@ -105,7 +107,7 @@ def _seams(problem: Problem, required: np.ndarray) -> list[int]:
 
 
 def _sew_pairs(problem: Problem, frontier: list[Choice], seams: list[int], num_replays: int) -> list[Choice]:
-    """Pairs of choices sewn together at every coarse seam; of a long frontier as many, evenly spread, as can be paired."""
+    """Pairs of choices sewn together at the coarse seams; of a long frontier as many, evenly spread, as are paired."""
     seams = seams[:_NUM_SEAMS]
     num_paired = max(3, math.isqrt(2 * num_replays // max(len(seams), 1)))
     if len(frontier) > num_paired:
@@ -121,24 +123,49 @@ def _sew_pairs(problem: Problem, frontier: list[Choice], seams: list[int], num_r
 
 
 def _fill_gaps(problem: Problem, frontier: list[Choice], seams: list[int], num_replays: int) -> list[Choice]:
-    """Sew across the widest gaps of the frontier, until none is wider than a hundredth or the replays are used up."""
+    """Sew across the widest gaps of the frontier, until none is wider than a hundredth or the replays are used up.
+
+    Wide is in turns what most bytes times seconds lie in, and what the largest share of a budget lies in.
+    """
     found: list[Choice] = []
-    tried: set[tuple[Choice, Choice]] = set()
+    turns: dict[tuple[Choice, Choice], int] = {}
+    seams = _spread(sorted(seams))
     end = problem.num_evaluations + num_replays
     while problem.num_evaluations < end:
         gaps = [
-            ((quick.peak_bytes - thrifty.peak_bytes) * (thrifty.seconds - quick.seconds), thrifty, quick)
+            (thrifty, quick)
             for thrifty, quick in pairwise(frontier)
-            if (thrifty, quick) not in tried and quick.peak_bytes > 1.01 * thrifty.peak_bytes
+            if turns.get((thrifty, quick), 0) < len(seams) and quick.peak_bytes > 1.01 * thrifty.peak_bytes
         ]
         if not gaps:
             break
-        _, thrifty, quick = max(gaps, key=lambda gap: gap[0])
-        tried.add((thrifty, quick))
-        sewn = [sew(problem, thrifty, quick, seam) for seam in seams]
+        thrifty, quick = max(gaps, key=_area if len(turns) % 2 else _share)
+        turn = turns.get((thrifty, quick), 0)
+        turns[thrifty, quick] = turn + _SEAMS_PER_TURN
+        sewn = [sew(problem, thrifty, quick, seam) for seam in seams[turn : turn + _SEAMS_PER_TURN]]
         found += sewn
         frontier = pareto([*frontier, *sewn])
     return found
+
+
+def _area(gap: tuple[Choice, Choice]) -> float:
+    return (gap[1].peak_bytes - gap[0].peak_bytes) * (gap[0].seconds - gap[1].seconds)
+
+
+def _share(gap: tuple[Choice, Choice]) -> float:
+    return gap[1].peak_bytes / max(gap[0].peak_bytes, 1)
+
+
+def _spread(values: list[int]) -> list[int]:
+    """The values reordered so that every beginning of the list is spread over the whole: middle, quarters, ..."""
+    order: dict[int, None] = {}
+    step = 1.0
+    while len(order) < len(values):
+        step /= 2
+        order |= dict.fromkeys(values[int(len(values) * step * odd)] for odd in range(1, int(1 / step), 2))
+        if step * len(values) < 0.5:
+            order |= dict.fromkeys(values)
+    return list(order)
 
 
 def sew(problem: Problem, thrifty: Choice, quick: Choice, seam: int) -> Choice:

@@ -44,7 +44,7 @@ _ENDINGS = {
     EXITED: "the script ended itself with exit code {code}",
     EXCEPTION: "the script ended with an exception it did not catch",
     INTERRUPTED: "interrupted (Ctrl-C)",
-    BUDGET: "stopped before training: the budget cannot be met",
+    BUDGET: "stopped by memfit: the budget cannot be met",
     OUT_OF_MEMORY: "the device ran out of memory all the same",
 }
 assert set(_ENDINGS) == set(EXIT_REASONS)
@@ -66,24 +66,30 @@ def draw_result(result: Result, *, max_moves: int | None = MAX_MOVES) -> Rendera
 
 def _headline(result: Result) -> Text:
     program = result.program or "the run"
-    budget = format_size(result.budget_bytes)
+    budget = format_size(result.budget_bytes or 0)
     line = Text("memfit: ", style=HEAD)
     if result.exit_reason == BUDGET:
-        return line.append(f"{program} was not started: {budget} is too small", style=BAD)
+        when = f"stopped in step {result.num_steps + 1}" if result.num_steps else "stopped before its first step ended"
+        return line.append(f"{program} was {when}: {budget} is too small", style=BAD)
     if result.num_steps == 0 and result.peak_bytes is None:
         return line.append(f"{program} made no training step, so nothing was measured", style=BAD)
     if result.peak_bytes is None:
         return line.append(f"{program} ran, its peak was not measured")
+    if result.within_budget is None:
+        return line.append(f"{program} was measured without a budget")
     if not result.within_budget:
-        over = format_size(result.peak_bytes - result.budget_bytes)
+        over = format_size(result.peak_bytes - (result.budget_bytes or 0))
         return line.append(f"{program} went {over} over the budget of {budget}", style=BAD)
     if not result.installed:
         return line.append(f"{program} fits into {budget} as it is; nothing was changed", style=GOOD)
-    return line.append(f"{program} ran within {budget}", style=GOOD)
+    line.append(f"{program} ran within {budget}", style=GOOD)
+    if result.num_measured_steps < result.num_steps:  # claim no more than was read
+        line.append(f", measured in {result.num_measured_steps} of {result.num_steps} steps")
+    return line
 
 
 def _before_and_after(result: Result) -> RenderableType:
-    whole = max(result.budget_bytes, result.peak_bytes or 0, result.eager_peak_bytes or 0)
+    whole = max(result.budget_bytes or 0, result.peak_bytes or 0, result.eager_peak_bytes or 0)
     rows: list[tuple[str | Text | Bar, ...]] = []
 
     def add(label: str, num_bytes: int | None, style: str, note: str) -> None:
@@ -99,7 +105,7 @@ def _before_and_after(result: Result) -> RenderableType:
         add("after", result.peak_bytes, GOOD if result.within_budget else BAD, time)
     else:
         add("peak", result.peak_bytes, GOOD if result.within_budget else BAD, time)
-    add("budget", result.budget_bytes, "blue", "" if result.budget_source == "given" else result.budget_source)
+    add("budget", result.budget_bytes or None, "blue", "" if result.budget_source == "given" else result.budget_source)
     return draw_table(("<", "<", "", "<"), rows, wide=3)
 
 
@@ -125,9 +131,11 @@ def _facts(result: Result) -> list[tuple[str, str | Text]]:
 def _peak(result: Result) -> str:
     where = f"in {result.peak_phase}" if result.peak_phase else "phase not known"
     step = f" of step {result.peak_step}" if result.peak_step is not None else ""
-    share = format_percent(result.peak_bytes or 0, result.budget_bytes)
+    share = (
+        f", {format_percent(result.peak_bytes or 0, result.budget_bytes)} of the budget" if result.budget_bytes else ""
+    )
     source = f"; read from {result.peak_source}" if result.peak_source else ""
-    return f"{where}{step}, {share} of the budget{source}"
+    return f"{where}{step}{share}{source}"
 
 
 def _prediction(result: Result) -> str:

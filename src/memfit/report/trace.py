@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.core.replay import Replay, bytes_by, peak_by_phase, replay
+from memfit.core.breakdown import bytes_by, peak_by_phase
+from memfit.core.replay import Replay, replay
 from memfit.core.sizes import format_size
 from memfit.core.trace import BEGIN, END, KINDS, Trace
 from memfit.report.drawing import (

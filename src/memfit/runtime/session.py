@@ -24,6 +24,7 @@ from memfit.core.errors import BudgetError, UnsupportedError
 from memfit.core.plan import Plan
 from memfit.core.replay import replay
 from memfit.core.sizes import format_size
+from memfit.core.steady import steady
 from memfit.core.trace import Trace
 from memfit.engine.private import is_on_top
 from memfit.engine.tape import Tape
@@ -181,7 +182,7 @@ class Session:
         }
         recorder = Recorder(self._backend, lambda: tape.is_restoring, known)
         tape.record_all = True
-        if self._budget_bytes is not None:
+        if self._budget_bytes is not None and self.plan is None:
             self._guard = Guard(tape, recorder, self._budget_bytes, self._fixed_bytes())
             tape.pin_sources = True
             tape.observer = self._guard
@@ -246,7 +247,7 @@ class Session:
                 )
         self._on_progress("planning", 0, None)
         try:
-            plan = self._make_plan(trace, self._budget_bytes - self._margin_bytes)
+            plan = self._plan_for(trace, is_steady)
         except BudgetError:
             self._remove()
             raise
@@ -255,6 +256,17 @@ class Session:
             self._begin_measured_step()
         elif not plan.moves:
             self._leave()
+
+    def _plan_for(self, trace: Trace, is_steady: bool) -> Plan:
+        """A plan from a measured step. After the first one, gradients are assumed to be cleared late, if that can be planned."""
+        assert self._make_plan is not None and self._budget_bytes is not None
+        budget_bytes = self._budget_bytes - self._margin_bytes
+        if is_steady:
+            return self._make_plan(trace, budget_bytes)
+        try:
+            return self._make_plan(steady(trace, gradients_wait=True), budget_bytes)
+        except BudgetError:
+            return self._make_plan(steady(trace, gradients_wait=False), budget_bytes)
 
     def _leave(self) -> None:
         """Everything fits: take the tape off, if nobody has stacked anything upon it meanwhile."""
