@@ -120,7 +120,8 @@ def _obey(command: str, setup: Setup, session: Any) -> Any:
         return oracle.time_step(setup.step)
     if command == "facts":
         return _read_facts(session) if session is not None else {}
-    loss, memory = oracle.measure_step(lambda: _step_without_clearing(setup))
+    record = oracle.record_alone if session is None else oracle.record_shared
+    loss, memory = oracle.measure_step(lambda: _step_without_clearing(setup), record)
     digest = oracle.digest_state(setup.model, setup.optimizer, loss) if command == "digest" else None
     setup.optimizer.zero_grad(set_to_none=True)  # frees only, so the peak is known already
     bytes_ = (memory.baseline_bytes, memory.peak_bytes)

@@ -85,7 +85,7 @@ def test_a_terminal_gets_colour_unless_no_color_is_set(environment):
     environment.setenv("NO_COLOR", "1")
     text = printed(Terminal())
     assert "\x1b[32m" not in text
-    assert "ran within 3.00 GiB" in text
+    assert "stayed within 3.00 GiB" in text
 
 
 def test_a_wide_terminal_is_used_up_to_100_columns(environment):
@@ -104,7 +104,7 @@ def test_an_html_file_is_a_page_with_names_escaped(tmp_path):
     write_report(draw_result(replace(RESULT, program="<b>.py")), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>")
-    assert "&lt;b&gt;.py ran within 3.00 GiB" in page
+    assert "&lt;b&gt;.py stayed within 3.00 GiB" in page
 
 
 def test_progress_is_one_plain_line_a_stage_with_the_seconds_of_the_one_before():
@@ -139,4 +139,4 @@ def test_a_name_that_standard_output_cannot_write_does_not_end_the_report(monkey
     console = open_console()
     console.print(draw_result(replace(RESULT, program="größe.py")))
     console.file.flush()
-    assert raw.getvalue().startswith(b"memfit: gr\\xf6\\xdfe.py ran within 3.00 GiB")
+    assert raw.getvalue().startswith(b"memfit: gr\\xf6\\xdfe.py stayed within 3.00 GiB")

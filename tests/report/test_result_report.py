@@ -30,13 +30,13 @@ def test_the_whole_report_of_a_run():
     assert (
         draw()
         == """\
-memfit: train.py ran within 3.00 GiB
+memfit: train.py stayed within 3.00 GiB
 
-  before  ████████████████████████████  3.91 GiB  1.25 s a step
+  before  ████████████████████████████  3.91 GiB  1.25 s a step (estimate)
   after   █████████████████████         2.93 GiB  1.50 s a step, 1.20x
   budget  ██████████████████████        3.00 GiB
 
-Peak         in backward of step 2, 97.7 % of the budget; read from the live
+Peak         in backward (step 2), 97.7 % of the budget; read from the live
              storages
 Prediction   peak 2.92 GiB, measured 2.93 GiB, 0.50 % higher; 1.48 s a step,
              measured 1.50 s
@@ -81,7 +81,7 @@ memfit: train.py fits into 3.00 GiB as it is; nothing was changed
   peak    ███████████████████           2.00 GiB  20.0 ms a step
   budget  ████████████████████████████  3.00 GiB
 
-Peak         in optimizer step of step 2, 66.7 % of the budget
+Peak         in optimizer step (step 2), 66.7 % of the budget
 Equal        plain PyTorch ran, nothing to compare
 Steps        2 steps: 2 measured; cpu, bitwise
 """
@@ -108,7 +108,7 @@ def test_the_headline_says_by_how_much_a_run_went_over():
 
 
 def test_the_headline_claims_no_more_steps_than_were_measured():
-    assert headline(num_measured_steps=2) == "memfit: train.py ran within 3.00 GiB, measured in 2 of 300 steps"
+    assert headline(num_measured_steps=2) == "memfit: train.py stayed within 3.00 GiB, measured in 2 of 300 steps"
 
 
 def test_the_headline_of_a_refused_budget_says_when_it_was_refused():
@@ -194,7 +194,7 @@ def test_of_many_moves_the_largest_are_shown_in_forward_order_and_the_rest_summe
 def test_names_are_never_read_as_markup():
     moves = (replace(MOVES[0], place="stack[bold]x[/bold]:smile:"),)
     assert "stack[bold]x[/bold]:smile:" in draw(moves=moves, program="[red]train.py")
-    assert headline(program="[red]train.py").startswith("memfit: [red]train.py ran")
+    assert headline(program="[red]train.py").startswith("memfit: [red]train.py stayed")
 
 
 def test_no_line_is_longer_than_80_columns_and_no_word_of_a_long_name_is_lost():

@@ -84,8 +84,8 @@ class Result:
         `peak_phase` (trace.PHASES) and `peak_step` (from 1) where it was.
     planned_peak_bytes: the same of the measured steps that the plan ran: what the prediction is compared with.
     floor_bytes: the smallest budget the planner could have served.
-    step_seconds: median of the steps under the plan, or of all where nothing was installed. eager_step_seconds: the
-        measured eager step less what measuring cost.
+    step_seconds: median of the steps under the plan, or of all where nothing was installed. eager_step_seconds: an
+        estimate, the measured step less what measuring cost.
     num_steps: optimizer steps seen; num_measured_steps: those whose peak was read; num_planned_steps:
         those under the plan.
     installed: whether memfit changed anything at all (False: the step fitted as it was).

@@ -82,7 +82,7 @@ def _headline(result: Result) -> Text:
         return line.append(f"{program} went {over} over the budget of {budget}", style=BAD)
     if not result.installed:
         return line.append(f"{program} fits into {budget} as it is; nothing was changed", style=GOOD)
-    line.append(f"{program} ran within {budget}", style=GOOD)
+    line.append(f"{program} stayed within {budget}", style=GOOD)
     if result.num_measured_steps < result.num_steps:  # claim no more than was read
         line.append(f", measured in {result.num_measured_steps} of {result.num_steps} steps")
     return line
@@ -96,7 +96,11 @@ def _before_and_after(result: Result) -> RenderableType:
         if num_bytes is not None:
             rows.append((label, Bar(num_bytes, whole, 28, style), format_size(num_bytes), note))
 
-    eager_time = f"{format_seconds(result.eager_step_seconds)} a step" if result.eager_step_seconds is not None else ""
+    eager_time = (
+        f"{format_seconds(result.eager_step_seconds)} a step (estimate)"
+        if result.eager_step_seconds is not None
+        else ""
+    )
     time = f"{format_seconds(result.step_seconds)} a step" if result.step_seconds is not None else ""
     if result.time_ratio is not None and result.installed:
         time += f", {result.time_ratio:.2f}x"
@@ -130,7 +134,7 @@ def _facts(result: Result) -> list[tuple[str, str | Text]]:
 
 def _peak(result: Result) -> str:
     where = f"in {result.peak_phase}" if result.peak_phase else "phase not known"
-    step = f" of step {result.peak_step}" if result.peak_step is not None else ""
+    step = f" (step {result.peak_step})" if result.peak_step is not None else ""
     share = (
         f", {format_percent(result.peak_bytes or 0, result.budget_bytes)} of the budget" if result.budget_bytes else ""
     )

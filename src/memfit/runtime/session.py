@@ -239,8 +239,8 @@ class Session:
         predicted = self.plan.predicted_peak_bytes if self.plan is not None else None
         is_steady = self._num_measured >= 2
         if is_steady and self.plan is not None and predicted is not None:
-            if measured > self._budget_bytes or abs(measured - predicted) > 0.01 * predicted:
-                self._margin_bytes = max(0, self._margin_bytes + measured - predicted)
+            if measured > min(self._budget_bytes, 1.01 * predicted):
+                self._margin_bytes += measured - predicted
                 self.messages.append(
                     f"step {self._num_steps}: measured peak {format_size(measured)}, predicted {format_size(predicted)}; "
                     f"planned again with the measured step and {format_size(self._margin_bytes)} kept free."

@@ -1,0 +1,162 @@
+"""The oracle itself: bytes against arithmetic and the profiler's other records, digests against one changed bit."""
+
+from __future__ import annotations
+
+import gc
+import operator
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import oracle
+import peers
+import workloads
+
+KIB = 1024
+
+
+def make_training() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.BatchNorm1d(64), nn.Linear(64, 1))
+    return model, torch.optim.Adam(model.parameters()), torch.randn(32, 64)
+
+
+def train_once(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+RECORDERS = pytest.mark.parametrize("record", [oracle.record_alone, oracle.record_shared])
+
+
+@RECORDERS
+def test_peak_is_the_arithmetic_of_allocations_and_frees(record: oracle.Record) -> None:
+    def step() -> torch.Tensor:
+        one = torch.empty(512 * KIB, dtype=torch.uint8)  # + 512
+        two = torch.empty(128 * KIB, dtype=torch.uint8)  # + 128: the peak
+        del one  # - 512
+        return two
+
+    _, memory = oracle.measure_step(step, record)
+    assert list(map(operator.sub, memory.live_bytes[1:], memory.live_bytes)) == [512 * KIB, 128 * KIB, -512 * KIB]
+    assert memory.activation_bytes == memory.peak_bytes - memory.baseline_bytes == 640 * KIB
+
+
+@RECORDERS
+def test_a_block_older_than_the_first_recording_counts_as_kept(record: oracle.Record) -> None:
+    old = [torch.empty(256 * KIB, dtype=torch.uint8)]
+    _, memory = oracle.measure_step(lambda: (old.clear(), torch.empty(128 * KIB, dtype=torch.uint8)), record)
+    assert memory.activation_bytes == 128 * KIB  # in truth the 256 KiB had gone before
+
+
+def test_a_step_that_profiles_itself_sees_its_own_allocations_and_loses_none() -> None:
+    found: list[int] = []
+
+    def step() -> list[torch.Tensor]:
+        assert not torch.autograd._profiler_enabled()
+        kept = [torch.empty(512 * KIB, dtype=torch.uint8)]
+        with torch.autograd.profiler.profile(profile_memory=True, use_kineto=False) as profiler:
+            assert torch.autograd._profiler_enabled()
+            kept.append(torch.empty(128 * KIB, dtype=torch.uint8))
+        found.append(sum(event.cpu_memory_usage for event in profiler.function_events))
+        kept.append(torch.empty(64 * KIB, dtype=torch.uint8))
+        return kept
+
+    _, memory = oracle.measure_step(step, oracle.record_shared)
+    assert found == [128 * KIB]
+    assert [after - memory.baseline_bytes for after in memory.live_bytes] == [0, 512 * KIB, 640 * KIB, 704 * KIB]
+    assert torch.autograd._profiler_enabled() is False
+
+
+def test_baseline_counts_a_storage_once_and_a_gradient_nobody_holds() -> None:
+    gc.collect()
+    before = oracle.count_live_bytes()
+    weight = torch.ones(1000, requires_grad=True)  # 4000 bytes
+    views = [weight.detach()[:10], weight.detach().view(10, 100)]
+    weight.sum().backward()  # 4000 more, its Python object never made
+    assert oracle.count_live_bytes() - before == 8000
+    del views
+
+
+def test_chrome_trace_and_event_tree_of_the_profiler_agree_on_every_allocation() -> None:
+    from torch._C._profiler import _EventType
+
+    model, optimizer, x = make_training()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        train_once(model, optimizer, x)
+    tree: list[tuple[int, int]] = []
+    stack = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            tree.append((event.start_time_ns, event.extra_fields.alloc_size))
+    allocations = oracle.read_allocations(profiler)
+    assert len(allocations) > 50
+    assert sorted(allocations) == sorted(size for _, size in tree)
+
+
+def test_equal_runs_have_equal_digests() -> None:
+    digests = []
+    for _ in range(2):
+        model, optimizer, x = make_training()
+        digests.append(oracle.digest_state(model, optimizer, train_once(model, optimizer, x)))
+    assert oracle.compare_digests(*digests) == []
+    # loss, generator, 6 parameters with gradient and 3 pieces of Adam's state each, 3 buffers
+    assert len(digests[0]) == 2 + 6 * (2 + 3) + 3
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda m, o: m[0].weight.grad.view(-1)[7].mul_(-1), "gradient/0.weight"),
+        (lambda m, o: setattr(m[3].bias, "grad", None), "gradient/3.bias"),
+        (lambda m, o: m[2].num_batches_tracked.add_(1), "buffer/2.num_batches_tracked"),
+        (lambda m, o: o.state[m[2].weight]["exp_avg_sq"].add_(1e-9), "optimizer/2.weight/exp_avg_sq"),
+        (lambda m, o: o.state[m[0].bias].pop("exp_avg"), "optimizer/0.bias/exp_avg"),
+        (lambda m, o: torch.rand(1), "random/cpu"),
+    ],
+)
+def test_a_digest_names_the_part_that_changed(change, part) -> None:
+    model, optimizer, x = make_training()
+    loss = train_once(model, optimizer, x)
+    before = oracle.digest_state(model, optimizer, loss)
+    with torch.no_grad():
+        change(model, optimizer)
+    assert oracle.compare_digests(before, oracle.digest_state(model, optimizer, loss)) == [part]
+
+
+# Published with the workloads: bytes of the plain step at its start and its peak, then of checkpoint per block.
+PEAK_BYTES = {
+    "W1": (82_293_300, 748_342_996, 239_699_484),
+    "W2": (139_397_328, 1_083_527_384, 957_325_272),
+    "W3": (11_143_112, 628_359_776, 292_178_336),
+    "W4": (40_205_872, 633_457_672, 408_601_352),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEAK_BYTES)
+def test_workload_takes_the_published_bytes_by_either_recorder(name: str) -> None:
+    recorders = (oracle.record_alone, oracle.record_shared)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the workspaces of convolutions depend on it
+    try:
+        measured = []
+        for prepare in (lambda setup: setup, peers.checkpoint_blocks):
+            gc.collect()
+            elsewhere = oracle.count_live_bytes()  # what other tests left
+            setup = prepare(workloads.WORKLOADS[name].make())
+            setup.step()  # the optimizer's state arrives
+            alone, shared = (oracle.measure_step(setup.step, record)[1] for record in recorders)
+            assert alone.live_bytes == shared.live_bytes
+            measured.append((alone.baseline_bytes - elsewhere, alone.peak_bytes - elsewhere))
+            del setup
+    finally:
+        torch.set_num_threads(threads)
+    baseline, eager, checkpoint = PEAK_BYTES[name]
+    assert measured == [(baseline, eager), (baseline, checkpoint)]
