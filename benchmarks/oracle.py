@@ -2,9 +2,9 @@
 
 Memory (CPU). torch.profiler with profile_memory=True writes every allocation and free of PyTorch's CPU allocator, with
 address and size, into its Chrome trace. peak = bytes of all storages alive when the step starts + highest running sum.
-The recording slows a step by a few per cent and moves no byte. PyTorch reports the free of a block only if it recorded its
-allocation: one from before the first recording counts as kept, so such a peak is too high and never too low. Not in it: what oneDNN or MKL take outside PyTorch's
-allocator, fragmentation of malloc, code. On CUDA use torch.cuda.max_memory_allocated instead.
+The recording slows a step by a few per cent and moves no byte. PyTorch reports the free of a block only if it recorded
+its allocation: one from before the first recording counts as kept, so such a peak is too high and never too low. Not in
+it: what oneDNN or MKL take outside PyTorch's allocator, fragmentation of malloc, code. CUDA has its own counters.
 Format: https://docs.pytorch.org/docs/stable/profiler.html (export_chrome_trace, instant events named "[memory]").
 """
 
@@ -80,52 +80,43 @@ def record_shared(step: Callable[[], Any]) -> tuple[Any, list[int]]:
     """As record_alone, for a step that profiles single operations itself, as memfit does to find hidden workspaces.
 
     Under record_alone such a step would see that a profiler is on, not measure, and behave as it never does for a user.
-    Here the step's own uses of PyTorch's thread-local profiler work: the recording pauses for each, and takes that
-    profile's allocations over, so that none is lost. Leans on private names; tests/test_oracle.py holds it to record_alone.
+    Here its uses of PyTorch's thread-local profiler go to the one that runs already, which can be read without being
+    stopped, so none of its allocations is lost. Private names; tests/test_oracle.py holds it to record_alone.
     """
-    enable, disable, is_on = _PROFILER_NAMES
-    originals = {name: getattr(torch.autograd, name) for name in _PROFILER_NAMES}
+    enable, disable, is_on = names = ("_enable_profiler_legacy", "_disable_profiler_legacy", "_profiler_enabled")
+    originals = {name: getattr(torch.autograd, name) for name in names}
+    keep_running = torch._C._autograd._ProfilerDisableOptions(False, True)  # cleanup_tls_state, consolidate
     allocations: list[int] = []
     inner_is_on = False
 
-    def begin() -> None:
-        state = torch.autograd.ProfilerState.CPU
-        extra = torch._C._profiler._ExperimentalConfig()
-        originals[enable](torch.autograd.ProfilerConfig(state, False, True, False, False, False, extra))
-
-    def end() -> Any:
-        records = originals[disable]()
-        allocations.extend(
-            event.cpu_memory_usage() for thread in records for event in thread if event.kind() == "memory_alloc"
-        )
+    def read(*options: Any) -> list[Any]:
+        records = originals[disable](*options)
+        events = itertools.chain.from_iterable(records)
+        allocations.extend(event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc")
         return records
 
     def inner_enable(config: Any) -> None:
         nonlocal inner_is_on
-        end()
-        originals[enable](config)
+        read(keep_running)  # what came before is not the inner one's
         inner_is_on = True
 
-    def inner_disable(*args: Any) -> Any:
+    def inner_disable(*options: Any) -> list[Any]:
         nonlocal inner_is_on
-        records, inner_is_on = end(), False
-        begin()
-        return records
+        inner_is_on = False
+        return read(keep_running)
 
-    replacements = {enable: inner_enable, disable: inner_disable, is_on: lambda: inner_is_on}
-    for name, replacement in replacements.items():
-        setattr(torch.autograd, name, replacement)
-    begin()
+    extra = torch._C._profiler._ExperimentalConfig()
+    state = torch.autograd.ProfilerState.CPU
+    originals[enable](torch.autograd.ProfilerConfig(state, False, True, False, False, False, extra))
+    for name, ours in {enable: inner_enable, disable: inner_disable, is_on: lambda: inner_is_on}.items():
+        setattr(torch.autograd, name, ours)
     try:
         result = step()
     finally:
-        end()
         for name, original in originals.items():
             setattr(torch.autograd, name, original)
+        read()
     return result, allocations
-
-
-_PROFILER_NAMES = ("_enable_profiler_legacy", "_disable_profiler_legacy", "_profiler_enabled")
 
 
 def measure_step(step: Callable[[], Any], record: Record = record_alone) -> tuple[Any, StepMemory]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import operator
 
 import pytest
@@ -54,22 +55,39 @@ def test_a_block_older_than_the_first_recording_counts_as_kept(record: oracle.Re
 
 
 def test_a_step_that_profiles_itself_sees_its_own_allocations_and_loses_none() -> None:
-    found: list[int] = []
+    """Inside backward too, where the engine swaps the thread's state at every node."""
+    found: list[list[int]] = []
 
-    def step() -> list[torch.Tensor]:
+    def allocate_under_profiler() -> torch.Tensor:
         assert not torch.autograd._profiler_enabled()
-        kept = [torch.empty(512 * KIB, dtype=torch.uint8)]
-        with torch.autograd.profiler.profile(profile_memory=True, use_kineto=False) as profiler:
-            assert torch.autograd._profiler_enabled()
-            kept.append(torch.empty(128 * KIB, dtype=torch.uint8))
-        found.append(sum(event.cpu_memory_usage for event in profiler.function_events))
-        kept.append(torch.empty(64 * KIB, dtype=torch.uint8))
-        return kept
+        extra = torch._C._profiler._ExperimentalConfig()
+        config = (torch.autograd.ProfilerState.CPU, False, True, False, False, False, extra)
+        torch.autograd._enable_profiler_legacy(torch.autograd.ProfilerConfig(*config))
+        assert torch.autograd._profiler_enabled()
+        tensor = torch.empty(128 * KIB, dtype=torch.uint8)
+        events = itertools.chain.from_iterable(torch.autograd._disable_profiler_legacy())
+        found.append([event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"])
+        return tensor
 
-    _, memory = oracle.measure_step(step, oracle.record_shared)
-    assert found == [128 * KIB]
-    assert [after - memory.baseline_bytes for after in memory.live_bytes] == [0, 512 * KIB, 640 * KIB, 704 * KIB]
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = [torch.empty(512 * KIB, dtype=torch.uint8), allocate_under_profiler()]
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ctx.kept.append(allocate_under_profiler())
+            ctx.kept.pop(0)
+            return gradient
+
+    x = torch.zeros(1, requires_grad=True)
+    (y, _), memory = oracle.measure_step(lambda: ((y := Node.apply(x)), y.backward()), oracle.record_shared)
+    assert found == [[128 * KIB], [128 * KIB]]
+    large = [size for size in map(operator.sub, memory.live_bytes[1:], memory.live_bytes) if abs(size) > KIB]
+    assert large == [512 * KIB, 128 * KIB, 128 * KIB, -512 * KIB]
     assert torch.autograd._profiler_enabled() is False
+    del y
 
 
 def test_baseline_counts_a_storage_once_and_a_gradient_nobody_holds() -> None:

@@ -213,9 +213,12 @@ class Tape(TorchFunctionMode):
                 return self._run_writing(func, args, kwargs)
             self._begin_section(self.section + 1)
         frame = self._frames[-1]
-        frame.ordinal += 1
-        entry = frame.planned.get(frame.ordinal) if frame.planned is not None else None
-        if entry is None and not self.record_all:
+        entry = None
+        is_differentiable = (frame.planned is not None or self.record_all) and _needs_gradient((args, kwargs))
+        if is_differentiable:
+            frame.ordinal += 1
+            entry = frame.planned.get(frame.ordinal) if frame.planned is not None else None
+        if entry is None and not (self.record_all and is_differentiable):
             if functions.is_writing(func) or "out" in kwargs or kwargs.get("inplace"):
                 return self._run_writing(func, args, kwargs)
             return func(*args, **kwargs)
@@ -223,15 +226,15 @@ class Tape(TorchFunctionMode):
 
     def _run_writing(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call that is not recorded but may overwrite content others depend on."""
-        targets = [t for t in tensors_in((args, kwargs)) if self._cell_if_known(t) is not None]
         statistics = functions.written_statistics(func, args, kwargs)
-        before = [(t, -1 if any(t is each for each in statistics) else t._version) for t in targets]
-        for tensor in targets:
-            self._save_content(tensor)
+        known = [(t, t._version) for t in tensors_in((args, kwargs)) if self._cell_if_known(t) is not None]
+        cells = [self._before_write(tensor) for tensor, _ in known]
         result = func(*args, **kwargs)
-        for tensor, version in before:
-            if tensor._version != version:
+        for (tensor, version), cell in zip(known, cells, strict=True):
+            if tensor._version != version or any(tensor is each for each in statistics):
                 self._forget(tensor)
+            elif cell is not None:
+                cell.written = False
         return result
 
     def _record(
@@ -243,8 +246,6 @@ class Tape(TorchFunctionMode):
         values: list[torch.Tensor] = []
         template_args = tuple(_strip(each, values) for each in args)
         template_kwargs = {key: _strip(each, values) for key, each in kwargs.items()} if kwargs else {}
-        if not any(tensor.requires_grad for tensor in values):
-            return self._run_writing(func, args, kwargs) if functions.is_writing(func) else func(*args, **kwargs)
         place = f"{self.section}|{frame.path}#{frame.invocation}/{frame.ordinal}:{name}"
         self._seq += 1
         call = Call(func, place, frame.path, _caller() if self.observer is not None else "", self._seq)
@@ -263,7 +264,7 @@ class Tape(TorchFunctionMode):
             for tensor, value in zip(values, call.values, strict=True):
                 if any(tensor is each for each in statistics):
                     value.scratch = True
-                    self._save_content(tensor)
+                    self._before_write(tensor)
             call.autocast = autocast_state()
             if name in functions.READS_ATTENTION_FLAGS:
                 call.attention_flags = attention_flags()
@@ -273,9 +274,10 @@ class Tape(TorchFunctionMode):
                 for value in call.values:
                     if not value.scratch and (value.cell.call is None or (value.cell.keep and entry is not None)):
                         self.pin(value.cell)
+        maybe_written: list[tuple[int, Cell | None]] = []
         if functions.is_writing(func) or "out" in kwargs or kwargs.get("inplace"):
-            for tensor in values[:1] if is_recipe else values:
-                self._save_content(tensor)
+            targets = values[:1] if is_recipe else values
+            maybe_written = [(index, self._before_write(tensor)) for index, tensor in enumerate(targets)]
         draws = functions.may_draw(func)
         if draws:
             devices = tuple({t.device.index for t in values if t.is_cuda})
@@ -291,6 +293,9 @@ class Tape(TorchFunctionMode):
             saved, self._saved_now = self._saved_now, outer_saved
         if draws and not same_random_state(state, random_state(devices)):
             call.random_state = state
+        for index, cell in maybe_written:
+            if cell is not None and values[index]._version == versions[index]:
+                cell.written = False
         is_recipe = self._settle_writes(call, values, versions, is_recipe)
         cells = self._settle_results(call, result, is_recipe, entry)
         if self.observer is not None:
@@ -418,13 +423,21 @@ class Tape(TorchFunctionMode):
                 return self._file(tensor)
         return cell
 
-    def _save_content(self, tensor: torch.Tensor) -> None:
-        """The tensor's storage is about to be overwritten: if the tape holds its content for somebody, hold a copy instead."""
+    def _before_write(self, tensor: torch.Tensor) -> Cell | None:
+        """The tensor's storage is about to be overwritten: if the tape holds its content for somebody, hold a copy instead.
+
+        From here on nothing may take hold of the storage as this content (the guard may evict while the call runs), so the
+        cell counts as written; where the call turns out not to write, say so with `cell.written = False`.
+        """
         cell = self._cell_if_known(tensor)
-        if cell is not None and cell.storage is not None:
-            if cell.need > 0 or cell.pinned:
-                with torch.no_grad():
-                    cell.storage = cell.storage.clone()
+        if cell is None or cell.written:
+            return None
+        if cell.storage is not None and (cell.need > 0 or cell.pinned):
+            self._paused += 1
+            cell.storage = cell.storage.clone()
+            self._paused -= 1
+        cell.written = True
+        return cell
 
     def _forget(self, tensor: torch.Tensor) -> None:
         """The tensor's storage was overwritten by a call that is no recipe: its content is external from now on."""
@@ -450,12 +463,12 @@ class Tape(TorchFunctionMode):
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         call = self._current
-        if self._paused or not _is_plain(tensor) or tensor.untyped_storage().nbytes() == 0:
-            return KeptHandle(tensor)
         number = 0
         if call is not None:
             number = call.num_saved
             call.num_saved = number + 1
+        if self._paused or not _is_plain(tensor) or tensor.untyped_storage().nbytes() == 0:
+            return KeptHandle(tensor)
         cell = self._cells.get(tensor.untyped_storage()._cdata)
         if cell is None and call is not None:
             cell = self._file(tensor)
@@ -552,9 +565,23 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and tensor.dtype in _PLAIN_DTYPES
 
 
+def _needs_gradient(argument: Any) -> bool:
+    """Whether any tensor in the nested argument requires a gradient."""
+    if isinstance(argument, torch.Tensor):
+        return argument.requires_grad
+    if isinstance(argument, (list, tuple)):
+        return any(_needs_gradient(each) for each in argument)
+    if isinstance(argument, dict):
+        return any(_needs_gradient(each) for each in argument.values())
+    return False
+
+
 def _strip(argument: Any, values: list[torch.Tensor]) -> Any:
     """The argument with every tensor replaced by a Slot; containers are copied, so later changes to them do no harm."""
     if isinstance(argument, torch.Tensor):
+        for index, value in enumerate(values):
+            if value is argument:  # functions ask `key is query`: one tensor stays one tensor
+                return Slot(index)
         values.append(argument)
         return Slot(len(values) - 1)
     kind = type(argument)

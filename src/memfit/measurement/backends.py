@@ -26,6 +26,10 @@ class Backend(Protocol):
         """Run one operation: its result, its seconds, and the bytes above the live ones at its worst moment."""
         ...
 
+    def known_workspace(self, key: Any) -> int | None:
+        """What `run` found for this key before, or None."""
+        ...
+
     def free_bytes(self) -> int | None:
         """Bytes a process can still take, or None where that is no use as a budget."""
         ...
@@ -58,6 +62,9 @@ class CpuBackend:
         self._workspaces[key] = highest
         return result, seconds, highest
 
+    def known_workspace(self, key: Any) -> int | None:
+        return self._workspaces.get(key)
+
     def free_bytes(self) -> int | None:
         return None
 
@@ -69,6 +76,7 @@ class CudaBackend:
     """Resets the peak counters of the current device while a step is measured (`torch.cuda.reset_peak_memory_stats`)."""
 
     name = "cuda"
+    _workspaces: dict[Any, int] = {}
 
     def run(self, key: Any, nbytes: int, run: Callable[[], Any]) -> tuple[Any, float, int]:
         torch.cuda.reset_peak_memory_stats()
@@ -78,7 +86,11 @@ class CudaBackend:
         result = run()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        return result, seconds, torch.cuda.max_memory_allocated() - before
+        self._workspaces[key] = torch.cuda.max_memory_allocated() - before
+        return result, seconds, self._workspaces[key]
+
+    def known_workspace(self, key: Any) -> int | None:
+        return self._workspaces.get(key)
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()

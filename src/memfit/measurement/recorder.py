@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
         key.extend(each for each in args if isinstance(each, (int, float, bool)))
         key.extend(tuple(each) for each in args if isinstance(each, list) and all(isinstance(n, int) for n in each))
         if self.make_room is not None and self.live_bytes + 4 * nbytes > self.limit_bytes:
-            self.make_room(bytes_needed(func, args, kwargs))
+            self.make_room(self._bytes_needed(func, args, kwargs, tuple(key), nbytes))
         result, seconds, highest = self.backend.run(tuple(key), nbytes, lambda: func(*args, **kwargs))
         self._num_operations += 1
         new: list[torch.UntypedStorage] = []
@@ -275,6 +275,15 @@ class Recorder(TorchDispatchMode):
             self._current["seconds"] += seconds
         self._overhead_seconds += time.perf_counter() - entered - seconds
         return result
+
+    def _bytes_needed(self, func: Any, args: Any, kwargs: Any, key: Any, nbytes: int) -> int:
+        """Bytes the operation will take at its worst moment: as seen before, else its results and, for a convolution that may
+        bring its arguments and results into another layout, copies of both."""
+        known = self.backend.known_workspace(key)
+        if known is not None:
+            return known
+        results = bytes_needed(func, args, kwargs)
+        return 2 * results + nbytes if "convolution" in str(func) else results
 
     # ---- the tape's observer ------------------------------------------------------------------------------------------
 
