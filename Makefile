@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Half of what plain PyTorch takes for the demo's step.
-DEMO_BUDGET ?= 230MiB
+DEMO_BUDGET ?= 130MiB
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench clean

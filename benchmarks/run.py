@@ -21,6 +21,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ NUM_TRACED_STEPS = 5
 IDLE_PERCENT, PERCENTS, QUICK_PERCENTS = 110, (90, 75, 60, 50, 40), (60,)
 NUM_PAIRS, QUICK_NUM_PAIRS = 6, 2
 MAX_TIME_RATIO, MAX_PREDICTION_ERROR = 1.5, 0.01
-FLOOR, FLOOR_TRIES = "floor", 4
+FLOOR, FLOOR_TRIES = "floor", 8
 MIB = 1024**2
 
 Row = dict[str, Any]
@@ -170,7 +171,7 @@ def draw_row(row: Row) -> str:
     variant = row["variant"] + (f" {percent}{'' if percent == FLOOR else ' %'}" if percent else "")
     start = f"| {row['workload']} | {variant} | {_mib(row.get('budget_bytes'))} "
     if "error" in row:
-        return start + f"| – | – | – | – | – | {row['error'].splitlines()[0]} |"
+        return start + f"| – | – | – | – | – | {textwrap.shorten(row['error'], 90, placeholder=' …')} |"
     ratio = f"{row['peak_of_eager']:.2f}" if "peak_of_eager" in row else "–"
     equal = "yes" if row["equal"] else f"no: {len(row['differing'])} of {row['num_parts_compared']} parts"
     error = row.get("prediction_error")

@@ -86,6 +86,7 @@ class Tape(TorchFunctionMode):
         self._cells: dict[int, Cell] = {}
         self._pins: list[Cell] = []
         self._paused = 0
+        self._restoring: Cell | None = None
         self._seq = 0
         self._current: Call | None = None
         self._saved_now: list[Handle] = []
@@ -168,6 +169,30 @@ class Tape(TorchFunctionMode):
             cell.storage = storage
             cell.pinned = True
             self._pins.append(cell)
+
+    def abandon(self, cell: Cell) -> bool:
+        """Hold a kept cell no more: from now on it is recomputed where it is needed. False where that is impossible."""
+        if cell.call is None:
+            return False
+        cell.keep = cell.pinned = False
+        if cell.storage is not None:
+            if cell.need == 0:
+                cell.storage = None
+            elif not let_go(cell):
+                cell.keep = True
+                return False
+        for ref in cell.handles:
+            handle = ref()
+            if handle is not None and handle.alias is not None:
+                self.evict_handle(handle)
+        return True
+
+    def let_go_again(self, cell: Cell) -> bool:
+        """Free restored content that only pending handles wait for; it will be restored once more. False where others read it."""
+        if cell is self._restoring or cell.call is None or cell.storage is None:
+            return False
+        num_pending = sum(1 for ref in cell.handles if (handle := ref()) is not None and handle.alias is None)
+        return cell.need == num_pending and let_go(cell)
 
     # ---- where we are ----------------------------------------------------------------------------------------------
 
@@ -538,6 +563,7 @@ class Tape(TorchFunctionMode):
     def _restore(self, handle: Handle) -> None:
         cell = handle.cell
         num_calls = 0
+        self._restoring = cell
         self._paused += 1
         try:
             if cell.storage is None:
@@ -546,6 +572,7 @@ class Tape(TorchFunctionMode):
             handle.alias = view_of(cell.storage, handle.geometry)
         finally:
             self._paused -= 1
+            self._restoring = None
         handle.version = handle.alias._version
         self.counts.num_restored += 1
         self.counts.num_verified += cell.fingerprint is not None

@@ -55,6 +55,7 @@ class Recorder(TorchDispatchMode):
         self.backend = backend
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.largest_operation_bytes = 0
         self.peak_phase = "other"
         self.peak_bytes_by_kind: dict[str, int] = {}
         self._live_by_kind: dict[str, int] = {}
@@ -259,6 +260,7 @@ class Recorder(TorchDispatchMode):
             if _has_storage(tensor) and tensor.untyped_storage()._cdata not in self._watched:
                 new.append(tensor.untyped_storage())
         new_bytes = sum(each.nbytes() for each in {id(each): each for each in new}.values())
+        self.largest_operation_bytes = max(self.largest_operation_bytes, highest, new_bytes)
         if highest > new_bytes:
             self._add(0, highest)
             if not own:

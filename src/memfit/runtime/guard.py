@@ -17,6 +17,7 @@ from memfit.engine.tape import Tape
 from memfit.measurement.recorder import Recorder
 
 _WINDOW = 64  # calls over which the lowest number of unread bytes is looked for
+_OPERATIONS_IN_RESERVE = 2  # what backward needs to get going, in the largest operation seen
 _SEGMENTS_IN_ROOM = 3  # a restored segment may take a third of the room; frontiers and gradients share the rest
 
 
@@ -29,8 +30,12 @@ class _Segment:
         self.number = number
         self.cells: list[Cell] = []
         self.frontier: list[Cell] = []
-        self.nbytes = 0
+        self.nbytes = 0  # of what autograd saved in it
         self.evicted = False
+
+    @property
+    def frontier_bytes(self) -> int:
+        return sum(cell.nbytes for cell in self.frontier)
 
 
 class Guard:
@@ -147,19 +152,83 @@ class Guard:
         segment.frontier = []
 
     def make_room(self, nbytes: int) -> None:
-        """Evict until `nbytes` more fit. Raises BudgetError before the budget would be exceeded."""
-        if self._recorder.live_bytes + nbytes <= self._budget_bytes:
-            return
+        """Let go of enough for `nbytes` more, oldest segments first. Raises BudgetError before the budget would be exceeded.
+
+        In forward some room stays for the operations of backward and for what they ask for.
+        """
         for segment in self._segments:
+            if self._fits(nbytes):
+                return
             if not segment.evicted:
                 self._evict(segment)
-                if self._recorder.live_bytes + nbytes <= self._budget_bytes:
-                    return
-        if not self._is_backward and self._tape.is_between_calls and self._open.cells:
+        if self._is_backward:
+            self._let_go_of_restored(nbytes)
+        while not self._fits(nbytes) and self._merge_best():
+            pass
+        if not self._fits(nbytes) and not self._is_backward and self._open.cells:
             self._cut()
             self._evict(self._segments[-1])
+            while not self._fits(nbytes) and self._merge_best():
+                pass
         if self._recorder.live_bytes + nbytes > self._budget_bytes:
             raise self._error(nbytes)
+
+    def _fits(self, nbytes: int) -> bool:
+        reserve = 0 if self._is_backward else _OPERATIONS_IN_RESERVE * self._recorder.largest_operation_bytes
+        self._recorder.limit_bytes = self._budget_bytes - reserve
+        return self._recorder.live_bytes + nbytes <= self._recorder.limit_bytes
+
+    def _let_go_of_restored(self, nbytes: int) -> None:
+        """Evict again what a replay brought back too early: the earliest calls' content is asked for last. Costs further replays."""
+        for segment in self._segments:
+            for cell in segment.cells:
+                if self._fits(nbytes):
+                    return
+                if not cell.keep and not cell.pinned and cell.storage is not None:
+                    self._tape.let_go_again(cell)
+
+    def _merge_best(self) -> bool:
+        """Give up frontiers between evicted segments, so that frontiers and the largest segment together become smallest. False
+        where no packing of neighbours makes them smaller."""
+        sizes = [segment.nbytes for segment in self._segments]
+        limits = {sum(sizes[i:j]) for i in range(len(sizes)) for j in range(i + 2, min(i + 9, len(sizes) + 1))}
+        best_bytes, best = self._weigh([[segment] for segment in self._segments]), None
+        for limit in sorted(limits):
+            groups = self._pack(limit)
+            weight = self._weigh(groups)
+            if weight < best_bytes:
+                best_bytes, best = weight, groups
+        if best is None:
+            return False
+        self._segments = [self._join(group) for group in best]
+        return True
+
+    def _pack(self, limit_bytes: int) -> list[list[_Segment]]:
+        """Neighbouring evicted segments in groups of at most the limit."""
+        groups: list[list[_Segment]] = []
+        for segment in self._segments:
+            group = groups[-1] if groups else []
+            fits = sum(each.nbytes for each in group) + segment.nbytes <= limit_bytes
+            if group and fits and group[-1].evicted and segment.evicted:
+                group.append(segment)
+            else:
+                groups.append([segment])
+        return groups
+
+    @staticmethod
+    def _weigh(groups: list[list[_Segment]]) -> int:
+        """Bytes of the frontiers that stay, and of the largest group to be brought back at once."""
+        evicted = [group for group in groups if group[-1].evicted]
+        largest = max((sum(each.nbytes for each in group) for group in evicted), default=0)
+        return sum(group[-1].frontier_bytes for group in evicted) + largest
+
+    def _join(self, group: list[_Segment]) -> _Segment:
+        last = group[-1]
+        for segment in reversed(group[:-1]):
+            last.frontier = [cell for cell in segment.frontier if not self._tape.abandon(cell)] + last.frontier
+            last.cells = segment.cells + last.cells
+            last.nbytes += segment.nbytes
+        return last
 
     def _evict(self, segment: _Segment) -> None:
         segment.evicted = True

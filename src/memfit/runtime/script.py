@@ -1,0 +1,215 @@
+"""Run somebody's script inside this process as `python path args…` would, with a session around it.
+
+What the script sees is its own: `sys.argv`, `sys.path[0]`, `__main__` (really the script's module, so pickling, spawned and
+forked workers find its classes), `__file__`, the working directory, standard streams, signals, atexit. What it left behind of
+these is put back afterwards. Source of the method: `runpy.run_path` and CPython's `pymain_run_file`.
+
+Known limit: torch has been imported before the script's first line, so environment variables that torch's libraries read while
+they are loaded (OMP_NUM_THREADS, MKL_NUM_THREADS) must be set in the shell; a script that sets them itself is told so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memfit.core.errors import MemfitError, TraceError
+from memfit.core.result import Result
+from memfit.core.trace import Trace
+from memfit.runtime.session import OnProgress, Session
+
+_READ_AT_LOAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """How a script ended.
+
+    error: the exception that ended it, SystemExit and memfit's own refusals included; None where it reached its last line.
+    exit_code: what the process is to return: the script's own, 130 after Ctrl-C, 2 where memfit refused, 1 for any other exception.
+    """
+
+    result: Result
+    exit_code: int
+    error: BaseException | None
+
+
+def run_script(path: str, args: list[str], session: Session, allow: str) -> ScriptRun:
+    """Run the script inside the session, which must not have been entered yet; its result is completed with how the script ended.
+
+    Raises what the session raises before the script begins; everything later is in the ScriptRun.
+    """
+    before = {name: os.environ.get(name) for name in _READ_AT_LOAD}
+    error: BaseException | None = None
+    session.__enter__()
+    try:
+        execute(path, args)
+    except BaseException as caught:
+        error = caught
+    finally:
+        session.__exit__(type(error) if error is not None else None, error, None)
+    if error is None:
+        error = session.refusal  # the script caught it and went on to its end; the budget was not held all the same
+    changed = [name for name, value in before.items() if os.environ.get(name) != value]
+    if changed:
+        session.messages.append(
+            f"the script sets {', '.join(changed)}, which torch reads while it is loaded, and under memfit it was loaded before: "
+            "set it in the shell, or results may differ from the plain run in their last bits."
+        )
+    exit_code = exit_code_of(error)
+    return ScriptRun(replace(session.result(), program=path, exit_code=exit_code, allow=allow), exit_code, error)
+
+
+def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
+    """The Trace of the script's second training step; the script is stopped there (its `finally` blocks run).
+
+    Raises TraceError if it never trains, and whatever ends the script before its second step.
+    """
+    is_done = False
+
+    def stop(trace: Trace, step: int) -> None:
+        nonlocal is_done
+        if step >= 2:
+            is_done = True
+            raise _Enough
+
+    def stop_again(*_: Any) -> None:  # the script caught the first one in an `except:` of its own
+        if is_done:
+            raise _Enough
+
+    session = Session(None, None, on_progress=on_progress, on_trace=stop)
+    hook = register_optimizer_step_pre_hook(stop_again)
+    error: BaseException | None = None
+    try:
+        with session:
+            execute(path, args)
+    except (_Enough, SystemExit) as caught:
+        error = caught
+    finally:
+        hook.remove()
+    if not is_done and isinstance(error, SystemExit) and exit_code_of(error):
+        raise error
+    if not session.traces:
+        raise TraceError(
+            f"{path} ended without a training step, so there is nothing to trace. A step ends when an optimizer of torch.optim "
+            "(or one made from its Optimizer) steps in the script's own process. Give the arguments with which it trains."
+        )
+    trace = session.traces[min(len(session.traces), 2) - 1]
+    meta = {**trace.meta, "program": path}
+    if len(session.traces) == 1:
+        meta["note"] = (
+            "The script made a single training step, so this is the first one: the optimizer's state arrives in it, and "
+            "later steps would hold more from their start."
+        )
+    return replace(trace, meta=meta)
+
+
+class _Enough(BaseException):
+    """Both steps are measured. Not an Exception: a script's `except Exception` must not swallow it."""
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The exit code of a process that this exception ended, as Python has it; 2 for memfit's own refusals."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, MemfitError) else 1
+
+
+def execute(path: str, args: list[str]) -> None:
+    """Run the file as `__main__`. Raises what it raises, SyntaxError and SystemExit included."""
+    file = os.path.abspath(path)  # as Python has it since 3.9; symbolic links are not followed here, but in sys.path[0]
+    code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+    main = ModuleType("__main__")
+    main.__dict__.update(
+        __file__=file,
+        __builtins__=builtins,
+        __loader__=SourceFileLoader("__main__", file),
+        __package__=None,
+        __spec__=None,
+        __cached__=None,
+    )
+    with _world_of(main, [path, *args]):
+        known = set(threading.enumerate())
+        try:
+            exec(code, main.__dict__)
+        except SystemExit:
+            _join(known)
+            raise
+        _join(known)
+
+
+def _join(known: set[threading.Thread]) -> None:
+    """Wait for threads the script left running, as Python does at its end, while `__main__` is still theirs."""
+    for thread in threading.enumerate():
+        if thread not in known and not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+
+
+@contextmanager
+def _world_of(main: ModuleType, argv: list[str]) -> Iterator[None]:
+    """What belongs to a script while the body runs, and again while the atexit functions run that it registered."""
+    path = list(sys.path)
+    if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):  # then Python itself puts no directory there
+        path[:1] = [os.path.dirname(os.path.realpath(argv[0]))]
+    outside = _take_world()
+    count = _num_atexit()
+    atexit.register(outside)  # runs after the script's own, which were registered later
+    sys.argv, sys.path = argv, path
+    sys.modules["__main__"] = main
+    try:
+        yield
+    finally:
+        if _num_atexit() > count + 1:
+            atexit.register(_take_world())  # runs before them
+        else:
+            atexit.unregister(outside)
+        outside()
+
+
+def _take_world() -> Callable[[], None]:
+    """What a script calls its own, now; the returned function puts it there again."""
+    argv, words, path, entries = sys.argv, list(sys.argv), sys.path, list(sys.path)
+    main, directory = sys.modules["__main__"], _directory()
+
+    def put_back() -> None:
+        sys.argv, sys.path = argv, path
+        argv[:], path[:] = words, entries
+        sys.modules["__main__"] = main
+        if directory is not None and directory != _directory():
+            with contextlib.suppress(OSError):  # it may be gone
+                os.chdir(directory)
+
+    return put_back
+
+
+def _directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # deleted under us
+        return None
+
+
+def _num_atexit() -> int:
+    """How many atexit functions are registered. CPython has told since 3.3; elsewhere none are assumed."""
+    count = getattr(atexit, "_ncallbacks", None)
+    return count() if count is not None else 0
