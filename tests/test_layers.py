@@ -32,7 +32,7 @@ def layer(ours: str = "", foreign: str = "", *, foreign_in_functions: bool = Fal
 
 LAYERS = {
     "core": layer(),
-    "measurement": layer("core", "torch"),
+    "measurement": layer("core engine", "torch"),  # the recorder watches the tape
     "engine": layer("core", "torch"),
     "techniques": layer("core engine", "torch"),
     "planner": layer("core", "numpy scipy"),

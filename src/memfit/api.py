@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from memfit.core.errors import BudgetError, TraceError
-from memfit.core.plan import BITWISE, Plan
-from memfit.core.sizes import parse_size
+from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
+from memfit.core.plan import BITWISE, EXACTNESS, Plan
+from memfit.core.sizes import format_size, parse_size
 from memfit.core.trace import Trace
 
 if TYPE_CHECKING:
@@ -24,26 +24,60 @@ def fit(
     optimizer: torch.optim.Optimizer | None = None,
     budget: str | int | None = None,
     *,
+    allow: str = BITWISE,
     plan: Plan | None = None,
-    verify: str = "3",
+    verify: str | int = "3",
     on_progress: OnProgress | None = None,
 ) -> Session:
     """A context manager that holds the training loop inside it to `budget` bytes, with bitwise the same results.
 
     model, optimizer: what is trained; both may be left out, but with them a hopeless budget is refused before the first step.
     budget: the peak of the whole step, as bytes or text ('3 GiB'). Default on CUDA: what the card has free, less a margin.
+    allow: 'bitwise', 'reordered' or 'approximate': how far results may differ from plain PyTorch.
     plan: a plan made before (memfit.plan); without one the first steps are measured under a guard.
     verify: in how many planned steps restored tensors are compared with what was evicted; 'always' or 'off'.
+    on_progress: told what goes on, see report.progress.OnProgress.
 
-    Raises BudgetError where the budget cannot be met, UnsupportedError for a model on several devices or DataParallel.
+    Raises BudgetError where the budget cannot be met, PlanError for a plan that needs more than the budget or is for another model,
+    UnsupportedError for a model on several devices or DataParallel, MemfitError for an unknown `allow` or `verify`.
     """
+    import memfit
     from memfit import planner
+    from memfit.report import draw_result, draw_text
     from memfit.runtime.session import Session
 
+    check_verify(verify)
+    if allow not in EXACTNESS:
+        raise MemfitError(f"allow={allow!r} is no exactness. Give one of {', '.join(map(repr, EXACTNESS))}.")
     budget_bytes = parse_size(budget) if budget is not None else default_budget()
+    if plan is not None and plan.predicted_peak_bytes > budget_bytes:
+        raise PlanError(
+            f"The plan peaks at {format_size(plan.predicted_peak_bytes)}, more than the budget of {format_size(budget_bytes)}: it was "
+            f"made for {format_size(plan.budget_bytes)}. Make one for this budget with `memfit plan`, or leave the plan out."
+        )
+    source = "given" if budget is not None else f"free on the card less {_MARGIN:.0%}"
     return Session(
-        budget_bytes, planner.plan, model=model, optimizer=optimizer, plan=plan, verify=str(verify), on_progress=on_progress
+        budget_bytes,
+        planner.plan,
+        model=model,
+        optimizer=optimizer,
+        plan=plan,
+        verify=str(verify),
+        on_progress=on_progress,
+        draw=lambda result: draw_text(draw_result(result)),
+        facts={"allow": allow, "budget_source": source, "versions": {"memfit": memfit.__version__}},
     )
+
+
+def check_verify(verify: str | int, name: str = "verify=") -> None:
+    """Raises MemfitError unless `verify` is a positive number of steps, 'always' or 'off'. name: how the user said it."""
+    text = str(verify)
+    if isinstance(verify, bool) or not (
+        text in ("always", "off") or (text.isascii() and text.isdigit() and int(text) > 0)
+    ):
+        raise MemfitError(
+            f"{name}{text} is no number of steps. Give how many planned steps to verify, like 3, or 'always', or 'off'."
+        )
 
 
 def default_budget() -> int:
@@ -98,8 +132,11 @@ def run_script(
     verify: str = "3",
     on_progress: OnProgress | None = None,
 ) -> ScriptRun:
-    """Run a script as `python path args…` would, its training held to the budget."""
+    """Run a script as `python path args…` would, its training held to the budget.
+
+    Raises as `fit` does for what is wrong before the script begins; all that comes later is in the ScriptRun.
+    """
     from memfit.runtime.script import run_script
 
-    session = fit(None, None, budget, plan=plan, verify=verify, on_progress=on_progress)
+    session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
     return run_script(path, args, session, allow)

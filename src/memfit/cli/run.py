@@ -14,7 +14,7 @@ from rich.console import Console
 
 from memfit.cli.errors import INTERRUPT, USAGE, check_output, say_error, speak_errors, writing
 from memfit.cli.script import check_script, show_exception
-from memfit.core.errors import MemfitError
+from memfit.core.errors import MemfitError, PlanError, UnsupportedError
 from memfit.core.plan import APPROXIMATE, BITWISE, REORDERED, Plan
 from memfit.core.result import Result
 from memfit.core.sizes import parse_size
@@ -77,7 +77,8 @@ def run(
                 on_progress=on_progress if verbose or console.is_terminal else _say_nothing,
             )
         if ran.result is not None:
-            _report(ran.result, console, json, report, verbose=verbose)
+            is_refused = isinstance(ran.error, (PlanError, UnsupportedError))  # its sentence says all there is to say
+            _report(ran.result, None if is_refused else console, json, report, verbose=verbose)
     raise typer.Exit(end_script(ran.error, ran.exit_code, path, console, verbose=verbose))
 
 
@@ -95,20 +96,12 @@ def end_script(error: BaseException | None, exit_code: int, path: str, console: 
     return exit_code
 
 
-def check_verify(verify: str) -> None:
-    """Raises MemfitError unless `verify` is a positive number of steps, 'always' or 'off'."""
-    if verify not in ("always", "off") and not (verify.isascii() and verify.isdigit() and int(verify) > 0):
-        raise MemfitError(
-            f"--verify {verify} is no number of steps. Give how many planned steps to verify, like 3, or `always`, "
-            "or `off`."
-        )
-
-
-def _report(result: Result, console: Console, json: Path | None, report: Path | None, *, verbose: bool) -> None:
+def _report(result: Result, console: Console | None, json: Path | None, report: Path | None, *, verbose: bool) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or replaced by the script
         sys.stdout.flush()
-    console.print()
-    console.print(draw_result(result, max_moves=None) if verbose else draw_result(result))
+    if console is not None:
+        console.print()
+        console.print(draw_result(result, max_moves=None) if verbose else draw_result(result))
     if json is not None:
         with writing(json):
             result.save(json)

@@ -8,7 +8,7 @@ All walks are iterative: a recurrent network makes chains far longer than Python
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from memfit.core.errors import CertificateError
 from memfit.engine.ambient import random_state, same_random_state, surroundings
 from memfit.engine.cell import Call, Cell, Slot, view_of
 from memfit.engine.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from memfit.engine.tape import Counts
 
 
 def add_need(cell: Cell, count: int = 1) -> bool:
@@ -78,8 +81,12 @@ def let_go(cell: Cell) -> bool:
     return True
 
 
-def materialise(cell: Cell, verify: bool) -> int:
-    """Replay what the cell's content is made from; afterwards `cell.storage` holds it. Returns the number of replayed calls."""
+def materialise(cell: Cell, verify: bool, counts: Counts) -> int:
+    """Replay what the cell's content is made from; afterwards `cell.storage` holds it. Returns the number of replayed calls.
+
+    verify: also compare generators and external sources before and after each call; what was compared is added to `counts`.
+    Raises CertificateError where a comparison fails.
+    """
     assert cell.call is not None and cell.need > 0 and cell.storage is None
     calls: dict[int, Call] = {}
     stack = [cell.call]
@@ -99,21 +106,21 @@ def materialise(cell: Cell, verify: bool) -> int:
                 stack.append(source.call)
     made: set[Cell] = set()
     for seq in sorted(calls):
-        _run(calls[seq], made, verify)
+        _run(calls[seq], made, verify, counts)
     assert cell.storage is not None
     return len(calls)
 
 
-def _run(call: Call, made: set[Cell], verify: bool) -> None:
+def _run(call: Call, made: set[Cell], verify: bool, counts: Counts) -> None:
     """Replay one call and hand its results to the cells that need them."""
     wanted = {position: each for position, ref in call.outputs.items() if (each := ref()) is not None}
     wanted = {position: each for position, each in wanted.items() if each.need > 0 and each.storage is None}
     num_internal = sum(position.startswith("in") for position in wanted)
     arguments, written = _arguments(call, made, want_internal=num_internal > 0)
-    state_before = random_state() if verify else None
+    before = _Outside(call) if verify else None
     saved = _replay(call, arguments, num_internal < len(wanted), wanted)
-    if state_before is not None and not same_random_state(state_before, random_state()):
-        raise CertificateError(f"replaying {call.place} moved the random generator; the step was stopped.")
+    if before is not None:
+        before.compare(counts)
     if written is not None and "mut0" in wanted:
         saved["mut0"] = written.untyped_storage()
     for position, each in wanted.items():
@@ -125,6 +132,8 @@ def _run(call: Call, made: set[Cell], verify: bool) -> None:
                 "repeat itself. The step was stopped before a wrong gradient; please report the place."
             )
         if each.fingerprint is not None and fingerprint(storage) != each.fingerprint:
+            counts.num_mismatched += 1
+            counts.mismatched_places.append(call.place)
             raise CertificateError(
                 f"the restored content of {call.place} ({position}) differs from what was evicted: the call does not repeat "
                 "itself bit for bit. The step was stopped before a wrong gradient; please report the place."
@@ -135,6 +144,39 @@ def _run(call: Call, made: set[Cell], verify: bool) -> None:
     if call.num_wanted == 0:
         for source in call.inputs:
             drop_need(source)
+
+
+class _Outside:
+    """What a replay must leave as it is: the generators, and what the call reads or would have written outside the tape
+    (parameters, inputs, a batch norm's running statistics)."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._devices = tuple({v.cell.device.index for v in call.values if v.cell.device.type == "cuda"})
+        self._state = random_state(self._devices)
+        self._sources = {
+            value.cell: (storage, fingerprint(storage))
+            for value in call.values
+            if value.cell.call is None
+            and (storage := value.cell.ref() if value.scratch else value.cell.living_storage()) is not None
+        }
+
+    def compare(self, counts: Counts) -> None:
+        """Compare with what is there now, and count. Raises CertificateError where something differs."""
+        counts.num_generator_checks += 1
+        if not same_random_state(self._state, random_state(self._devices)):
+            counts.num_generators_moved += 1
+            raise CertificateError(f"replaying {self._call.place} moved the random generator; the step was stopped.")
+        for cell, (storage, number) in self._sources.items():
+            if cell not in counts.sources:
+                counts.sources.add(cell)
+                counts.num_sources_checked += 1
+            if fingerprint(storage) != number:
+                counts.num_sources_changed += 1
+                raise CertificateError(
+                    f"replaying {self._call.place} wrote to one of its inputs ({cell.nbytes} bytes), which plain PyTorch does not "
+                    "do a second time. The step was stopped before it could do harm; please report the place."
+                )
 
 
 def _arguments(call: Call, made: set[Cell], want_internal: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,3 +56,14 @@ def is_top_dispatch_mode(mode: Any) -> bool:
     """Whether the dispatch mode is the innermost one."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
+
+
+def stacks() -> tuple[int, Any, int]:
+    """What lies on this thread's stacks of function modes, saved-tensor hooks and dispatch modes: equal means nothing was added."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._len_torch_function_stack(), top, torch._C._len_torch_dispatch_stack()
+
+
+def is_in_compiled() -> bool:
+    """Whether the code that runs now is inside a torch.compiled function that dynamo does not compile (a dispatch mode is on)."""
+    return "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None

@@ -15,19 +15,25 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
+from memfit.core.errors import UnsupportedError
 from memfit.engine import functions
 from memfit.engine.ambient import attention_flags, autocast_state, random_state, same_random_state
 from memfit.engine.cell import Call, Cell, Handle, KeptHandle, Slot, StorageRef, Value, geometry_of, view_of
 from memfit.engine.fingerprint import fingerprint
 from memfit.engine.need import add_need, drop_need, let_go, materialise, tensors_in
 from memfit.engine.policy import CallPolicy, Policy
-from memfit.engine.private import in_backward
+from memfit.engine.private import in_backward, is_in_compiled
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _PLAIN_DTYPES = frozenset(
     getattr(torch, name) for name in "float32 float16 bfloat16 float64 int64 int32 int16 int8 uint8 bool".split()
 )
 
+_COMPILED = (
+    "The program runs torch.compile, which would run plain here while memfit measures and compiled later: neither its memory nor its "
+    "last bits would be those of your run. Leave torch.compile out (TORCH_COMPILE_DISABLE=1 in the environment does), or use its "
+    "own torch._functorch.config.activation_memory_budget."
+)
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: [{kind} {shape}] "
     "is at version {found}; expected version {expected} instead."
@@ -63,7 +69,9 @@ class Counts:
 
     def __init__(self) -> None:
         self.num_evicted = self.num_restored = self.num_verified = self.num_replayed_calls = self.num_kept_instead = 0
-        self.num_mismatched = self.num_sources_checked = 0
+        self.num_mismatched = self.num_sources_checked = self.num_sources_changed = 0
+        self.num_generator_checks = self.num_generators_moved = 0
+        self.sources: weakref.WeakSet[Cell] = weakref.WeakSet()  # already counted in num_sources_checked
         self.mismatched_places: list[str] = []
 
 
@@ -81,6 +89,7 @@ class Tape(TorchFunctionMode):
         self.verify = False
         self.pin_sources = False
         self.observer: Observer | None = None
+        self.on_root: Callable[[torch.nn.Module], None] | None = None  # told before a module the program itself calls
         self.counts = Counts()
         self.section = 0
         self._cells: dict[int, Cell] = {}
@@ -194,6 +203,10 @@ class Tape(TorchFunctionMode):
         num_pending = sum(1 for ref in cell.handles if (handle := ref()) is not None and handle.alias is None)
         return cell.need == num_pending and let_go(cell)
 
+    def fall_asleep(self) -> None:
+        """Have no effect from now on, without being taken off: for a forked child in which others lie on top of the tape."""
+        self._paused += 1
+
     # ---- where we are ----------------------------------------------------------------------------------------------
 
     def _before_module(self, module: torch.nn.Module, _: Any) -> None:
@@ -201,6 +214,8 @@ class Tape(TorchFunctionMode):
             return
         if self._backward_seen and not in_backward():
             self._begin_section(self.section + 1)
+        if len(self._frames) == 1 and self.on_root is not None:
+            self.on_root(module)
         path = self._paths.get(module)
         if path is None:
             path = self._name(module)
@@ -229,6 +244,8 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused or functions.is_looking(func):
             return func(*args, **kwargs)
+        if self.record_all and is_in_compiled():
+            raise UnsupportedError(_COMPILED)
         if not torch.is_grad_enabled():
             if functions.is_writing(func) or "out" in kwargs:
                 return self._run_writing(func, args, kwargs)
@@ -567,7 +584,7 @@ class Tape(TorchFunctionMode):
         self._paused += 1
         try:
             if cell.storage is None:
-                num_calls = materialise(cell, self.verify)
+                num_calls = materialise(cell, self.verify, self.counts)
                 self.counts.num_replayed_calls += num_calls
             handle.alias = view_of(cell.storage, handle.geometry)
         finally:

@@ -9,10 +9,17 @@ A step ends when the optimizer that ended the first one has stepped again, so se
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import os
 import platform
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,21 +27,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memfit.core import result as core
 from memfit.core.breakdown import bytes_by
-from memfit.core.errors import BudgetError, UnsupportedError
-from memfit.core.plan import Plan
+from memfit.core.errors import BudgetError, MemfitError, PlanError, UnsupportedError
+from memfit.core.plan import BITWISE, Plan
 from memfit.core.replay import replay
 from memfit.core.sizes import format_size
 from memfit.core.steady import steady
 from memfit.core.trace import Trace
-from memfit.engine.private import is_on_top
+from memfit.engine.private import is_on_top, is_top_dispatch_mode, stacks
 from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
 from memfit.measurement.recorder import Recorder
 from memfit.runtime.guard import Guard
+from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.techniques import recompute
 
 MakePlan = Callable[[Trace, int], Plan]
 OnProgress = Callable[[str, int, int | None], None]
+
+_MAX_RESTARTS_TOLD = 5  # a program that makes an optimizer every few steps is measured all the time; one need not say so each time
+_active: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions between enter and exit; at most one
 
 _STATE_SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1}
 
@@ -58,14 +69,17 @@ class Session:
         verify: str = "3",
         on_progress: OnProgress | None = None,
         on_trace: Callable[[Trace, int], None] | None = None,
+        draw: Callable[[core.Result], str] | None = None,
+        facts: dict[str, Any] | None = None,
     ) -> None:
+        """draw: makes the text of `report` (runtime may not import report). facts: fields of the Result that the caller knows."""
         self.traces: list[Trace] = []
         self.plan = plan
         self.messages: list[str] = []
         self._budget_bytes = budget_bytes
         self._make_plan = make_plan
         self._model = model
-        self._optimizers = [optimizer] if optimizer is not None else []
+        self._optimizers = Optimizers(optimizer, self._on_new_optimizer)
         self._device = device or _device_of(model, optimizer)
         self._backend: Backend = backend_for(self._device)
         self._verify = verify
@@ -74,7 +88,6 @@ class Session:
         self._tape = Tape()
         self._recorder: Recorder | None = None
         self._guard: Guard | None = None
-        self._leader: torch.optim.Optimizer | None = None
         self._undo: list[Callable[[], Any]] = []
         self._is_installed = False
         self._num_steps = self._num_measured = self._num_planned = self._num_verified = 0
@@ -87,22 +100,44 @@ class Session:
         self._planned_peak_bytes: int | None = None
         self._peak_by_kind: dict[str, int] = {}
         self._margin_bytes = 0
-        self._generators_equal: bool | None = None
+        self._num_measured_here = 0  # of the program that trains now
+        self._is_given = plan is not None  # the plan in force was made before
+        self._is_waiting = False
+        self._is_training = model is not None or optimizer is not None
+        self._is_over = True
         self._ever_installed = False
         self._error: BaseException | None = None
+        self.refusal: MemfitError | None = None  # raised inside the program; raised again should the program go on all the same
+        self._draw = draw
+        self._facts = facts or {}
+        self._thread = 0
+        self._is_dead = False  # in a forked child: a worker must find nothing of this at work
+        self._given_signature = plan.signature if plan is not None else ""  # still to be compared with the program's
+        self._num_restarts = 0
+        self._stacks_below: Any = None
+        self._past: core.Result | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
+        if _active:
+            raise UnsupportedError(
+                "memfit is at work in this process already: one session holds the whole process to its budget. Leave the first "
+                "`with` block before the second, and start a script that uses memfit.fit with plain python, not with `memfit run`."
+            )
         _refuse(self._model)
         self._check_fixed_bytes()
         self._undo = [
             register_optimizer_step_pre_hook(self._before_optimizer).remove,
             register_optimizer_step_post_hook(self._after_optimizer).remove,
+            self._optimizers.watch(),
+            torch.nn.modules.module.register_module_forward_pre_hook(self._before_module).remove,
         ]
-        self._tape.enter()
-        self._is_installed = True
+        _active.add(self)
+        self._thread = threading.get_ident()
+        self._is_over = False
         try:
+            self._install()
             if self.plan is not None:
                 self._apply(self.plan)
             self._begin_measured_step()
@@ -112,16 +147,24 @@ class Session:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._error = error
-        self._note_peak()
+        self._error = error if error is not None else self.refusal
+        if _exit_reason(self._error) == core.OUT_OF_MEMORY:
+            self.messages.append(self._about_memory())
+        self._note_peak(self._num_steps + 1)
         self._remove()
 
     def _remove(self) -> None:
         """Take everything off: hooks, mode, recorder."""
+        _active.discard(self)
+        self._is_over = True
         self._stop_recorder()
         while self._undo:
             self._undo.pop()()
         self._uninstall()
+
+    def _install(self) -> None:
+        self._tape.enter()
+        self._is_installed = True
 
     def _uninstall(self) -> None:
         if self._is_installed:
@@ -131,19 +174,103 @@ class Session:
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
+    def _before_module(self, module: torch.nn.Module, _: Any) -> None:
+        if self._recorder is None or self._is_dead or threading.get_ident() != self._thread:
+            return
+        if isinstance(module, torch.nn.DataParallel):
+            with self._refusing():
+                _refuse(module)
+        if not self._is_training and torch.is_grad_enabled():
+            self._begin_training()
+
+    def _begin_training(self) -> None:
+        """The model is there: from here on it counts, and the guard watches. Before, nothing could be evicted anyway."""
+        self._is_training = True
+        if self._recorder is not None:
+            self._note_peak(1)
+            self._stop_recorder()
+            self._begin_measured_step()
+
+    def _on_new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """One has been made: refuse what cannot work before the first forward; measure from here, with its parameters known."""
+        if self._is_over or self._is_dead or threading.get_ident() != self._thread:
+            return
+        with self._refusing():
+            self._set_device(optimizer)
+            self._check_fixed_bytes(optimizer)
+            if self._num_steps:
+                self._restart("a new optimizer was made")
+            else:
+                self._begin_training()
+
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._optimizers:
-            self._optimizers.append(optimizer)
+        if self._is_over or self._is_dead:
+            return
+        if self.refusal is not None:  # the program caught it and goes on
+            raise self.refusal
+        with self._refusing():
+            if threading.get_ident() != self._thread:
+                raise UnsupportedError(
+                    "The script trains in a thread of its own, where memfit cannot see its tensors. Train in the main thread, or "
+                    "put `with memfit.fit(...)` inside the thread that trains."
+                )
+            if optimizer not in self._optimizers.stepped:
+                self._optimizers.add(optimizer)
+                self._set_device(optimizer)
+                self._check_fixed_bytes(optimizer)
+            self._check_signature(optimizer)
         if self._recorder is not None:
             self._recorder.set_phase("optimizer step")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_over or self._is_dead:
+            return
         if self._recorder is not None:
             self._recorder.set_phase("other")
-        if self._leader is None:
-            self._leader = optimizer
-        if optimizer is self._leader:
-            self._end_step()
+        with self._refusing():
+            if self._is_waiting:
+                self._restart("the step began inside a context of the program's and could not be watched")
+            answer = self._optimizers.note_step(optimizer)
+            if answer in (ENDED, LED):
+                self._end_step()
+            if answer in (JOINED, LED):
+                self._restart("another optimizer began to step" if answer == JOINED else "another optimizer ends the steps")
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Remember what memfit refuses inside the program: a program that catches it must not go on without its budget."""
+        try:
+            yield
+        except MemfitError as error:
+            self.refusal = error
+            raise
+
+    def _restart(self, reason: str) -> None:
+        """Another program begins: forget the plan, measure anew under the guard."""
+        if self._budget_bytes is None or (self.plan is None and self._recorder is not None):  # it had not got further anyway
+            return
+        self._num_restarts += 1
+        if self._num_restarts <= _MAX_RESTARTS_TOLD:
+            self.messages.append(f"step {self._num_steps}: {reason}; measured and planned anew from here.")
+        self._note_peak(self._num_steps + 1)
+        self._remember_program()
+        self._stop_recorder()
+        self.plan = None
+        recompute.apply(self._tape, ())
+        self._is_given = False
+        self._margin_bytes = 0
+        self._num_measured_here = 0
+        self._planned_peak_bytes = None
+        self._planned_seconds.clear()
+        self._free_seconds.clear()
+        del self.traces[:-2]
+        self._is_waiting = not self._is_installed and stacks() != self._stacks_below
+        if self._is_waiting:  # inside a context of the program's: its exit would take ours for its own
+            return
+        if not self._is_installed:
+            self._install()
+        self._tape.end_step()
+        self._begin_measured_step()
 
     def _end_step(self) -> None:
         self._num_steps += 1
@@ -160,14 +287,16 @@ class Session:
         if self.plan is not None and self.plan.moves and self._is_installed:
             self._num_planned += 1
             self._count_verified()
-        if was_measured:
+        if self._is_given and self.plan is not None and self.plan.moves and not self._tape.counts.num_evicted:
+            self._optimizers.forget_leader()
+            self._restart("nothing of what the plan names was there, so it was made for another program")
+        elif was_measured:
             self._decide()
         self._step_start = time.perf_counter()
 
     def _count_verified(self) -> None:
         if self._tape.verify:
             self._num_verified += 1
-            self._generators_equal = True
         self._tape.verify = self._verify == "always" or (self._verify != "off" and self._num_verified < int(self._verify))
 
     def _begin_measured_step(self) -> None:
@@ -176,13 +305,13 @@ class Session:
         tape = self._tape
         known = {
             "parameter": list(self._parameters()),
-            "buffer": list(self._model.buffers()) if self._model is not None else [],
+            "buffer": list(self._buffers()),
             "optimizer state": list(self._state()),
             "gradient": [p.grad for p in self._parameters() if p.grad is not None],
         }
         recorder = Recorder(self._backend, lambda: tape.is_restoring, known)
         tape.record_all = True
-        if self._budget_bytes is not None and self.plan is None:
+        if self._budget_bytes is not None and self.plan is None and self._is_training:
             self._guard = Guard(tape, recorder, self._budget_bytes, self._fixed_bytes())
             tape.pin_sources = True
             tape.observer = self._guard
@@ -195,13 +324,14 @@ class Session:
     def _end_measured_step(self) -> None:
         assert self._recorder is not None
         self._num_measured += 1
+        self._num_measured_here += 1
         trace = self._recorder.finish(
-            {"step": self._num_steps},
+            {"step": self._num_steps, "signature": self._signature(self._optimizers)},
             new_state=self._state(),
             gradients=[p.grad for p in self._parameters() if p.grad is not None],
         )
         self.traces.append(trace)
-        self._note_peak()
+        self._note_peak(self._num_steps)
         if self._guard is not None and self._guard.num_evictions:
             self.messages.append(
                 f"step {self._num_steps}: the guard let go of {self._guard.num_evictions} saved tensors under pressure."
@@ -212,12 +342,12 @@ class Session:
         if self._on_trace is not None:
             self._on_trace(trace, self._num_steps)
 
-    def _note_peak(self) -> None:
+    def _note_peak(self, step: int) -> None:
         recorder = self._recorder
         if recorder is not None and recorder.peak_bytes > self._peak_bytes:
             self._peak_bytes = recorder.peak_bytes
             self._peak_phase = recorder.peak_phase
-            self._peak_step = self._num_steps if self._num_steps else 1
+            self._peak_step = step
             self._peak_by_kind = recorder.peak_bytes_by_kind
 
     def _stop_recorder(self) -> None:
@@ -237,7 +367,14 @@ class Session:
         trace = self.traces[-1]
         measured = trace.meta["measured_peak_bytes"]
         predicted = self.plan.predicted_peak_bytes if self.plan is not None else None
-        is_steady = self._num_measured >= 2
+        is_steady = self._num_measured_here >= 2
+        if self._is_given and measured <= self._budget_bytes:  # it holds: the second measured step has all of the state
+            if not is_steady:
+                self._begin_measured_step()
+            elif not self.plan.moves:
+                self._leave()
+            return
+        self._is_given = False
         if is_steady and self.plan is not None and predicted is not None:
             if measured > min(self._budget_bytes, 1.01 * predicted):
                 self._margin_bytes += measured - predicted
@@ -249,7 +386,7 @@ class Session:
         try:
             plan = self._plan_for(trace, is_steady)
         except BudgetError:
-            self._remove()
+            self._stop_recorder()
             raise
         self._apply(plan)
         if not is_steady:
@@ -272,6 +409,7 @@ class Session:
         """Everything fits: take the tape off, if nobody has stacked anything upon it meanwhile."""
         if is_on_top(self._tape, self._tape.pack_hook):
             self._uninstall()
+            self._stacks_below = stacks()
         else:
             self._tape.policy = None
 
@@ -292,6 +430,37 @@ class Session:
                 seen.update((id(p), p) for p in group["params"])
         return seen.values()
 
+    def _buffers(self) -> Iterable[torch.Tensor]:
+        """Those of the model; where it is not known, of every module there is."""
+        if self._model is not None:
+            return self._model.buffers()
+        modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+        return [b for m in modules for b in vars(m).get("_buffers", {}).values() if isinstance(b, torch.Tensor)]
+
+    def _signature(self, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+        """Which program this is, as far as the trained parameters' shapes tell; the same for `run`, `trace` and `fit`."""
+        trained = {id(p): p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad}
+        shapes = sorted(f"{tuple(p.shape)}{p.dtype}" for p in trained.values())
+        return hashlib.sha256(";".join(shapes).encode()).hexdigest()[:16]
+
+    def _check_signature(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step: is the given plan for parameters of these shapes?"""
+        wanted, self._given_signature = self._given_signature, ""
+        if wanted and wanted not in (self._signature(self._optimizers), self._signature([optimizer])):
+            trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+            raise PlanError(
+                f"The plan was made for another model: the parameters in this {type(optimizer).__name__} ({trained:,} numbers) have "
+                "other shapes than those it was made for. No parameter was changed. Leave out the plan, or make one with "
+                "`memfit trace` and `memfit plan` for this script and these arguments."
+            )
+
+    def _set_device(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._model is None:
+            device = _device_of(None, optimizer)
+            if device.type != self._device.type:
+                self._backend = backend_for(device)
+            self._device = device
+
     def _state(self) -> Iterable[torch.Tensor]:
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
@@ -299,26 +468,21 @@ class Session:
                     if isinstance(value, torch.Tensor):
                         yield value
 
-    def _fixed_bytes(self) -> int:
-        """Parameters, buffers, gradients and optimizer state, the last counted before it exists."""
+    def _fixed_bytes(self, only: torch.optim.Optimizer | None = None) -> int:
+        """Parameters, buffers, gradients and optimizer state, the last counted before it exists; of one optimizer, or of all."""
+        if only is not None and self._model is None:
+            held = [p for group in only.param_groups for p in group["params"]]
+            return sum(p.nbytes + (p.nbytes if p.requires_grad else 0) for p in held) + _expected_state_bytes(only)
         parameters = list(self._parameters())
         own = sum(p.nbytes for p in parameters) + sum(p.nbytes for p in parameters if p.requires_grad)
         buffers = sum(b.nbytes for b in self._model.buffers()) if self._model is not None else 0
-        return own + buffers + max(self._expected_state_bytes(), sum(t.nbytes for t in self._state()))
+        return own + buffers + max(sum(map(_expected_state_bytes, self._optimizers)), sum(t.nbytes for t in self._state()))
 
-    def _expected_state_bytes(self) -> int:
-        total = 0
-        for optimizer in self._optimizers:
-            slots = _STATE_SLOTS.get(type(optimizer).__name__, 0)
-            for group in optimizer.param_groups:
-                extra = slots + (1 if group.get("amsgrad") else 0) + (1 if slots == 0 and group.get("momentum") else 0)
-                total += sum(extra * p.nbytes for p in group["params"] if p.requires_grad)
-        return total
-
-    def _check_fixed_bytes(self) -> None:
-        fixed = self._fixed_bytes()
+    def _check_fixed_bytes(self, only: torch.optim.Optimizer | None = None) -> None:
+        fixed = self._fixed_bytes(only)
         if self._budget_bytes is not None and fixed > self._budget_bytes:
-            parameters = sum(p.nbytes for p in self._parameters())
+            held = only.param_groups if only is not None else [{"params": list(self._parameters())}]
+            parameters = sum(p.nbytes for group in held for p in group["params"])
             raise BudgetError(
                 f"{format_size(self._budget_bytes)} is too small: parameters ({format_size(parameters)}), their gradients and "
                 f"the optimizer's state hold {format_size(fixed)} for the whole step, before any activation. A smaller model, "
@@ -329,7 +493,33 @@ class Session:
     # ---- what came of it ---------------------------------------------------------------------------------------------
 
     def result(self) -> core.Result:
-        """What the run did so far, as data (see docs/result.md)."""
+        """What the run did so far, as data (see docs/result.md). Of several programs one after the other: the largest's."""
+        mine, past = self._own_result(), self._past
+        if past is None or (past.eager_peak_bytes or 0) <= (mine.eager_peak_bytes or 0):
+            return mine
+        return replace(mine, **{name: getattr(past, name) for name in _OF_A_PROGRAM})
+
+    def _remember_program(self) -> None:
+        mine = self._own_result()
+        if self._past is None or (self._past.eager_peak_bytes or 0) <= (mine.eager_peak_bytes or 0):
+            self._past = mine
+
+    def _about_memory(self) -> str:
+        """Planned and seen, for an error that should not have been."""
+        plan = self.plan
+        planned = (
+            f"the plan was to peak at {format_size(plan.predicted_peak_bytes)} of a budget of {format_size(plan.budget_bytes)}"
+            if plan is not None
+            else "nothing was planned yet"
+        )
+        seen = max(self._peak_bytes, self._recorder.peak_bytes if self._recorder is not None else 0)
+        return (
+            f"step {self._num_steps + 1}: the device ran out of memory all the same; {planned}, and at most {format_size(seen)} "
+            "were seen in the measured steps. Something else on the device takes memory, or this step was larger than those: "
+            "give a smaller budget, or a smaller batch."
+        )
+
+    def _own_result(self) -> core.Result:
         trace = self.traces[-1] if self.traces else None
         eager = replay(trace) if trace is not None else None
         counts = self._tape.counts
@@ -362,8 +552,8 @@ class Session:
                 num_verified=counts.num_verified,
                 num_mismatched=counts.num_mismatched,
                 num_buffers_checked=counts.num_sources_checked,
-                buffers_equal=counts.num_sources_checked > 0 or None,
-                generators_equal=self._generators_equal,
+                buffers_equal=counts.num_sources_changed == 0 if counts.num_sources_checked else None,
+                generators_equal=counts.num_generators_moved == 0 if counts.num_generator_checks else None,
                 verified_steps=self._num_verified,
                 mismatched_places=tuple(counts.mismatched_places),
             ),
@@ -373,14 +563,60 @@ class Session:
             exit_reason=_exit_reason(self._error),
             error=f"{type(self._error).__name__}: {self._error}" if self._error is not None else "",
             device=self._device.type,
-            versions={"torch": torch.__version__, "python": platform.python_version()},
+            **{
+                **self._facts,
+                "versions": {
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                    **self._facts.get("versions", {}),
+                },
+            },
         )
 
     def report(self) -> str:
-        """The report as text."""
-        from memfit.report import draw_result
+        """The report as text of 80 columns without colour."""
+        if self._draw is None:
+            raise MemfitError("This session was made without a way to draw its report. Use memfit.fit, or draw `session.result()`.")
+        return self._draw(self.result())
 
-        return draw_result(self.result())
+    def abandon(self) -> None:
+        """In a forked child: have no effect any more. What lies on top of the stacks is taken off, the rest made inert."""
+        self._is_dead = True
+        _active.discard(self)
+        recorder, self._recorder = self._recorder, None
+        self._guard = None
+        self._tape.observer = None
+        if recorder is not None and is_top_dispatch_mode(recorder):
+            recorder.stop()
+        if self._is_installed and is_on_top(self._tape, self._tape.pack_hook):
+            self._uninstall()
+        else:
+            self._tape.fall_asleep()
+
+
+def _abandon_all() -> None:
+    for session in list(_active):
+        session.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
+
+# What a Result says about one program; the rest is about the whole run.
+_OF_A_PROGRAM = (
+    "planned_peak_bytes", "eager_peak_bytes", "predicted_peak_bytes", "floor_bytes", "step_seconds", "eager_step_seconds",
+    "predicted_step_seconds", "moves", "eager_bytes_by_kind",
+)  # fmt: skip
+
+
+def _expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the optimizer's state will hold once it has stepped."""
+    slots = _STATE_SLOTS.get(type(optimizer).__name__, 0)
+    total = 0
+    for group in optimizer.param_groups:
+        extra = slots + (1 if group.get("amsgrad") else 0) + (1 if slots == 0 and group.get("momentum") else 0)
+        total += sum(extra * p.nbytes for p in group["params"] if p.requires_grad)
+    return total
 
 
 def _exit_reason(error: BaseException | None) -> str:
@@ -392,7 +628,7 @@ def _exit_reason(error: BaseException | None) -> str:
         return core.INTERRUPTED
     if isinstance(error, SystemExit):
         return core.EXITED if error.code else core.FINISHED
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return core.OUT_OF_MEMORY
     return core.EXCEPTION
 
