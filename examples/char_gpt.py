@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 

@@ -42,6 +42,7 @@ LAYERS = {
     "integrations": layer("api runtime", foreign_in_functions=True),
     "api": layer(EVERYTHING, EVERYTHING),
     "cli": layer(EVERYTHING, EVERYTHING),
+    "__main__": layer("cli"),
     "__init__": layer("api core"),  # the public names and nothing else
 }
 # Nobody imports these, except who names them in the table and `import memfit` itself.

@@ -9,6 +9,7 @@ from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
 from memfit.core.plan import BITWISE, EXACTNESS, Plan
 from memfit.core.sizes import format_size, parse_size
 from memfit.core.trace import Trace
+from memfit.core.verify import check_verify
 
 if TYPE_CHECKING:
     import torch
@@ -67,17 +68,6 @@ def fit(
         draw=lambda result: draw_text(draw_result(result)),
         facts={"allow": allow, "budget_source": source, "versions": {"memfit": memfit.__version__}},
     )
-
-
-def check_verify(verify: str | int, name: str = "verify=") -> None:
-    """Raises MemfitError unless `verify` is a positive number of steps, 'always' or 'off'. name: how the user said it."""
-    text = str(verify)
-    if isinstance(verify, bool) or not (
-        text in ("always", "off") or (text.isascii() and text.isdigit() and int(text) > 0)
-    ):
-        raise MemfitError(
-            f"{name}{text} is no number of steps. Give how many planned steps to verify, like 3, or 'always', or 'off'."
-        )
 
 
 def default_budget() -> int:

@@ -18,6 +18,7 @@ from memfit.core.errors import MemfitError, PlanError, UnsupportedError
 from memfit.core.plan import APPROXIMATE, BITWISE, REORDERED, Plan
 from memfit.core.result import Result
 from memfit.core.sizes import parse_size
+from memfit.core.verify import check_verify
 from memfit.report import draw_result, follow_progress, open_console, write_report
 
 
@@ -58,7 +59,7 @@ def run(
     console = open_console(sys.stderr)  # bound now: the script may put something else there
     with speak_errors(verbose=verbose, console=console):
         budget_bytes = None if budget is None else parse_size(budget)
-        check_verify(verify)
+        check_verify(verify, "--verify ")
         check_script(script)
         json, report = check_output(json, "--json"), check_output(report, "--report")
         chosen = None if plan is None else Plan.load(plan)

@@ -212,13 +212,16 @@ class Tape(TorchFunctionMode):
     def _before_module(self, module: torch.nn.Module, _: Any) -> None:
         if self._paused:
             return
-        if self._backward_seen and not in_backward():
-            self._begin_section(self.section + 1)
         if len(self._frames) == 1 and self.on_root is not None:
             self.on_root(module)
         path = self._paths.get(module)
         if path is None:
             path = self._name(module)
+        if not torch.is_grad_enabled():  # an evaluation now and then must not shift the places of the steps that train
+            self._frames.append(_Frame(path, -1, None))
+            return
+        if self._backward_seen and not in_backward():
+            self._begin_section(self.section + 1)
         invocation = self._invocations.get(path, 0)
         self._invocations[path] = invocation + 1
         self._frames.append(_Frame(path, invocation, self._planned(path, invocation)))

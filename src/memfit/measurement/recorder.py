@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -132,6 +133,7 @@ class Recorder(TorchDispatchMode):
         signature = hashlib.sha256()
         for shape, dtype in self._parameter_shapes:
             signature.update(f"{shape}{dtype};".encode())
+        self._smooth_seconds()
         meta = {"signature": signature.hexdigest()[:16], "torch": torch.__version__, **meta}
         meta["measured_peak_bytes"] = self.peak_bytes
         meta["measured_peak_phase"] = self.peak_phase
@@ -147,6 +149,20 @@ class Recorder(TorchDispatchMode):
             step_seconds=max(seconds, 0.0),
             meta=meta,
         )
+
+    def _smooth_seconds(self) -> None:
+        """Give equal calls (same function, same bytes in and out) their median time: one measurement of each is noisy."""
+        alike: dict[Any, list[dict[str, Any]]] = {}
+        for row in self._call_rows:
+            sizes = [
+                tuple(self._storages[self._cell_rows[cell]["storage"]].nbytes for cell in row[side])
+                for side in ("inputs", "outputs")
+            ]
+            alike.setdefault((row["function"], *sizes), []).append(row)
+        for rows in alike.values():
+            median = statistics.median(row["seconds"] for row in rows)
+            for row in rows:
+                row["seconds"] = median
 
     def set_phase(self, phase: str) -> None:
         if self._is_on:
@@ -349,7 +365,7 @@ class Recorder(TorchDispatchMode):
 
     def _storage_of(self, cell: Cell) -> _Storage:
         watched = self._watched.get(cell.ref.key)
-        if watched is None or cell.ref() is None:
+        if watched is None or watched.own or cell.ref() is None:
             watched = _Storage(len(self._storages), cell.nbytes, "temporary", False)
             watched.released = True
             self._storages.append(watched)
@@ -357,6 +373,9 @@ class Recorder(TorchDispatchMode):
 
     def on_save(self, handle: Handle, call: Call | None) -> None:
         if not self._is_on or handle.cell is None:
+            return
+        watched = self._watched.get(handle.cell.ref.key)
+        if watched is not None and watched.own:  # a graph built inside backward on what was restored (reentrant checkpoint)
             return
         entered = time.perf_counter()
         row = self._cell_row(handle.cell, -1)
