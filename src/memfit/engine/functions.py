@@ -18,7 +18,7 @@ _LOOKING = frozenset(
     is_signed is_inference is_shared is_pinned data_ptr untyped_storage storage get_device type_as_tuple item tolist numpy
     __len__ __hash__ __repr__ __str__ __format__ __bool__ __int__ __float__ __index__ __contains__ __iter__ __deepcopy__
     __reduce_ex__ __setstate__ __dir__ __dlpack__ __dlpack_device__ __array__ __cuda_array_interface__
-    backward register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ is_same_size is_nonzero
+    backward grad register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ is_same_size is_nonzero
     has_names share_memory_ pin_memory record_stream module_load equal is_tensor is_storage is_floating_point
     view transpose permute expand expand_as view_as unsqueeze squeeze select narrow split split_with_sizes chunk unbind t
     as_strided movedim moveaxis swapaxes swapdims diagonal unfold detach alias unflatten tensor_split hsplit vsplit dsplit

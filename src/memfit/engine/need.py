@@ -207,13 +207,14 @@ def _arguments(call: Call, made: set[Cell], want_internal: bool) -> tuple[list[t
             if index != call.writes:
                 tensor.requires_grad_()
             elif want_internal:
-                tensor = _Interior.apply(torch.empty(0, requires_grad=True), tensor)
+                with torch.enable_grad():
+                    tensor = _Interior.apply(torch.empty(0, requires_grad=True), tensor)
         tensors.append(tensor)
     return tensors, tensors[call.writes] if call.writes is not None else None
 
 
 class _Stop(Exception):
-    """Raised from the recording hook once everything wanted has been saved: the rest of the call need not run."""
+    """Raised from the recording hook once every cast copy wanted has been saved: the call itself need not run."""
 
 
 def _replay(
@@ -222,6 +223,8 @@ def _replay(
     """Run the call; the storages of its internal tensors ('in…') and, if wanted, of its results ('out…')."""
     found: dict[str, torch.UntypedStorage] = {}
     missing = {position for position in wanted if position.startswith("in")}
+    # Only autocast's copies are certain to be filled when they are saved: `rrelu` saves its noise before it draws it.
+    may_stop = not want_outputs and bool(call.autocast) and call.random_state is None
     counter = 0
 
     def pack(tensor: torch.Tensor) -> None:
@@ -231,7 +234,7 @@ def _replay(
         if position in missing:
             missing.discard(position)
             found[position] = tensor.untyped_storage()
-            if not missing and not want_outputs:
+            if not missing and may_stop:
                 raise _Stop
         return None
 

@@ -67,3 +67,8 @@ def stacks() -> tuple[int, Any, int]:
 def is_in_compiled() -> bool:
     """Whether the code that runs now is inside a torch.compiled function that dynamo does not compile (a dispatch mode is on)."""
     return "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a wrapper of a `torch.func` transform (vmap, grad, jvp), whose storage is not its own."""
+    return torch._C._functorch.maybe_get_level(tensor) != -1

@@ -245,7 +245,12 @@ class Tape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused or functions.is_looking(func):
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.backward:
+            with self:  # hooks that run inside the backward pass may overwrite what is needed
+                return _run_backward(*args, **kwargs)
+        if functions.is_looking(func):
             return func(*args, **kwargs)
         if self.record_all and is_in_compiled():
             raise UnsupportedError(_COMPILED)
@@ -253,9 +258,9 @@ class Tape(TorchFunctionMode):
             if functions.is_writing(func) or "out" in kwargs:
                 return self._run_writing(func, args, kwargs)
             return func(*args, **kwargs)
+        if in_backward():
+            return self._run_writing(func, args, kwargs)
         if self._backward_seen:
-            if in_backward():
-                return self._run_writing(func, args, kwargs)
             self._begin_section(self.section + 1)
         frame = self._frames[-1]
         entry = None
@@ -609,7 +614,24 @@ class Tape(TorchFunctionMode):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and tensor.dtype in _PLAIN_DTYPES
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and tensor.dtype in _PLAIN_DTYPES
+        and not tensor.is_neg()
+        and not is_transformed(tensor)
+    )
+
+
+def _run_backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """What `Tensor.backward` does once nothing overrides it."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _needs_gradient(argument: Any) -> bool:

@@ -315,6 +315,7 @@ class Session:
         if self._budget_bytes is not None and self.plan is None and self._is_training:
             self._guard = Guard(tape, recorder, self._budget_bytes, self._fixed_bytes())
             tape.pin_sources = True
+            tape.verify = self._verify != "off"
             tape.observer = self._guard
         else:
             tape.observer = recorder
