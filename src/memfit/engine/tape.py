@@ -22,7 +22,7 @@ from memfit.engine.cell import Call, Cell, Handle, KeptHandle, Slot, StorageRef,
 from memfit.engine.fingerprint import fingerprint
 from memfit.engine.need import add_need, drop_need, let_go, materialise, tensors_in
 from memfit.engine.policy import CallPolicy, Policy
-from memfit.engine.private import in_backward, is_in_compiled
+from memfit.engine.private import in_backward, is_in_compiled, is_transformed
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _PLAIN_DTYPES = frozenset(
