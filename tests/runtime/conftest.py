@@ -118,7 +118,6 @@ class Scripts:
         out, ran = self.run(path, *args, budget=budget, **options)
         if ran.error is not None:
             raise ran.error
-        print(out == plain, budget, ran.result.peak_bytes, ran.result.peak_step, ran.result.messages)
         assert out == plain
         assert ran.result.num_steps > 0
         assert ran.result.peak_bytes <= budget
