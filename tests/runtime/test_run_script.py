@@ -23,6 +23,7 @@ from memfit.runtime.script import execute, exit_code_of
 from runtime.test_scripts import END, PLAIN, SETUP, STEP
 
 BUDGET = 1 << 30
+OPTIMIZERS = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the name
 
 # Everything a script can ask about itself; the same words under python and under memfit.
 ASKS = """
@@ -65,7 +66,7 @@ def test_a_script_finds_the_world_it_finds_under_python(tmp_path, code, number, 
     ours = run("-m", "memfit", "run", "--budget", "1GiB", *args, cwd=tmp_path)
     assert (plain.returncode, plain.stderr) == (number, words)
     assert (ours.returncode, ours.stdout) == (number, plain.stdout)
-    assert len(plain.stdout.splitlines()) == 10 - 1
+    assert len(plain.stdout.splitlines()) == 8
     assert words in ours.stderr
 
 
@@ -157,7 +158,7 @@ def test_everything_is_put_back(scripts, tmp_path):
             list(sys.argv), list(sys.path), sys.modules["__main__"], os.getcwd(), torch.optim.Optimizer.__init__,
             dict(hooks._global_forward_pre_hooks), dict(hooks._global_forward_hooks), torch._C._len_torch_function_stack(),
             torch._C._len_torch_dispatch_stack(), torch._C._autograd._top_saved_tensors_default_hooks(True),
-            dict(torch.optim.optimizer._global_optimizer_pre_hooks), dict(torch.optim.optimizer._global_optimizer_post_hooks),
+            dict(OPTIMIZERS._global_optimizer_pre_hooks), dict(OPTIMIZERS._global_optimizer_post_hooks),
         )  # fmt: skip
 
     before = world()
@@ -215,7 +216,7 @@ def test_a_script_that_swallows_everything_is_stopped_all_the_same(scripts):
     source = SETUP + "for i in range(6):\n  try:\n    print('step', i)" + STEP + "  except:\n    pass\n"
     api.trace_script(scripts.write(source), [])
     assert scripts.capsys.readouterr().out.count("step") == 6  # it goes on, and no further step is made
-    assert not torch.optim.optimizer._global_optimizer_pre_hooks
+    assert not OPTIMIZERS._global_optimizer_pre_hooks
 
 
 def test_the_trace_of_a_single_step_says_so(scripts):
@@ -326,7 +327,6 @@ def test_a_plan_whose_places_never_occur_is_replaced(scripts):
     trace = api.trace_script(scripts.write(other), [])
     peak = trace.meta["measured_peak_bytes"]
     plan = api.plan(trace, int(0.7 * peak))
-    result = scripts.compare(PLAIN, share=0.9, plan=plan).result if False else None
     path = scripts.write(PLAIN)
     plain, _ = scripts.run_plain(path)
     out, ran = scripts.run(path, budget=int(0.7 * peak), plan=plan)

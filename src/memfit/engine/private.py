@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -72,3 +73,18 @@ def is_in_compiled() -> bool:
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a wrapper of a `torch.func` transform (vmap, grad, jvp), whose storage is not its own."""
     return torch._C._functorch.maybe_get_level(tensor) != -1
+
+
+def keywords_of_module_call() -> dict[str, Any]:
+    """The keyword arguments of the module call whose global pre-hook is running; {} if they cannot be found.
+
+    Global pre-hooks are given positional arguments only (`register_module_forward_pre_hook`), so this reads them from the frame
+    of `torch.nn.Module._call_impl` that called the hook.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.nn.modules.module.__file__:
+            keywords = frame.f_locals.get("kwargs")
+            return keywords if isinstance(keywords, dict) else {}
+        frame = frame.f_back
+    return {}

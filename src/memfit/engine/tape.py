@@ -89,7 +89,7 @@ class Tape(TorchFunctionMode):
         self.verify = False
         self.pin_sources = False
         self.observer: Observer | None = None
-        self.on_root: Callable[[torch.nn.Module], None] | None = None  # told before a module the program itself calls
+        self.on_root: Callable[[torch.nn.Module, Any], None] | None = None  # told before a module the program itself calls
         self.counts = Counts()
         self.section = 0
         self._cells: dict[int, Cell] = {}
@@ -131,6 +131,10 @@ class Tape(TorchFunctionMode):
         for cell in self._cells.values():
             if cell.need == 0:
                 cell.call = None
+        self._begin_section(0)
+
+    def start_over(self) -> None:
+        """Count sections from zero again: what comes next is planned as if the step began here."""
         self._begin_section(0)
 
     def restart_section(self) -> None:
@@ -209,11 +213,15 @@ class Tape(TorchFunctionMode):
 
     # ---- where we are ----------------------------------------------------------------------------------------------
 
-    def _before_module(self, module: torch.nn.Module, _: Any) -> None:
+    def _before_module(self, module: torch.nn.Module, args: Any) -> None:
         if self._paused:
             return
         if len(self._frames) == 1 and self.on_root is not None:
-            self.on_root(module)
+            self.on_root(module, args)
+        self.enter_module(module)
+
+    def enter_module(self, module: torch.nn.Module) -> None:
+        """A module's forward pass begins."""
         path = self._paths.get(module)
         if path is None:
             path = self._name(module)

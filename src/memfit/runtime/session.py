@@ -38,6 +38,7 @@ from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
 from memfit.measurement.recorder import Recorder
 from memfit.runtime.guard import Guard
+from memfit.runtime.watch import SizeWatch
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.techniques import recompute
 
@@ -86,6 +87,8 @@ class Session:
         self._on_progress = on_progress or (lambda stage, done, total: None)
         self._on_trace = on_trace
         self._tape = Tape()
+        self._watch = SizeWatch(self._on_larger)
+        self._tape.on_root = self._watch.look
         self._recorder: Recorder | None = None
         self._guard: Guard | None = None
         self._undo: list[Callable[[], Any]] = []
@@ -157,6 +160,7 @@ class Session:
         """Take everything off: hooks, mode, recorder."""
         _active.discard(self)
         self._is_over = True
+        self._watch.leave()
         self._stop_recorder()
         while self._undo:
             self._undo.pop()()
@@ -258,6 +262,7 @@ class Session:
         self._stop_recorder()
         self.plan = None
         recompute.apply(self._tape, ())
+        self._watch.forget()
         self._is_given = False
         self._margin_bytes = 0
         self._num_measured_here = 0
@@ -312,6 +317,7 @@ class Session:
         }
         recorder = Recorder(self._backend, lambda: tape.is_restoring, known)
         tape.record_all = True
+        self._watch.is_learning = self.plan is None
         if self._budget_bytes is not None and self.plan is None and self._is_training:
             self._guard = Guard(tape, recorder, self._budget_bytes, self._fixed_bytes())
             tape.pin_sources = True
@@ -415,8 +421,38 @@ class Session:
         except BudgetError:
             return self._make_plan(steady(trace, gradients_wait=False), budget_bytes)
 
+    def _on_larger(self, module: torch.nn.Module, elements: int, largest: int) -> None:
+        """A forward pass larger than any measured begins: the rest of this step runs under the guard, and is planned from."""
+        if self._guard is not None or self._budget_bytes is None or self._make_plan is None or self._is_over:
+            return
+        if not self._is_installed and stacks() != self._stacks_below:  # inside a context whose exit would take ours for its own
+            return
+        self.messages.append(
+            f"step {self._num_steps + 1}: inputs of {elements:,} elements, the largest measured had {largest:,}; "
+            "measured under the guard and planned anew."
+        )
+        self._note_peak(self._num_steps + 1)
+        self._stop_recorder()
+        self._watch.leave()
+        self.plan = None
+        self._is_given = False
+        was_installed = self._is_installed
+        if not was_installed:
+            self._install()
+        recompute.apply(self._tape, ())
+        self._tape.start_over()
+        self._begin_measured_step()
+        if not was_installed:
+            self._tape.enter_module(module)
+
     def _leave(self) -> None:
-        """Everything fits: take the tape off, if nobody has stacked anything upon it meanwhile."""
+        """Everything fits: take the tape off, if nobody has stacked anything upon it meanwhile.
+
+        Where the step takes more than half of the budget, larger inputs could break it, so their size is still watched.
+        """
+        self._watch.is_learning = False
+        if self.plan is not None and self._budget_bytes is not None and 2 * self.plan.eager_peak_bytes > self._budget_bytes:
+            self._watch.stay()
         if is_on_top(self._tape, self._tape.pack_hook):
             self._uninstall()
             self._stacks_below = stacks()
@@ -425,6 +461,7 @@ class Session:
 
     def _apply(self, plan: Plan) -> None:
         self.plan = plan
+        self._watch.is_learning = False
         self._ever_installed = self._ever_installed or bool(plan.moves)
         recompute.apply(self._tape, plan.moves)
         self._tape.verify = bool(plan.moves) and self._verify != "off"
@@ -531,6 +568,7 @@ class Session:
 
     def _own_result(self) -> core.Result:
         trace = self.traces[-1] if self.traces else None
+        is_measured = self._num_steps > 0 or isinstance(self._error, BudgetError)  # else what was seen was no step
         eager = replay(trace) if trace is not None else None
         counts = self._tape.counts
         plan = self.plan
@@ -538,12 +576,12 @@ class Session:
         seconds = self._planned_seconds or self._free_seconds
         return core.Result(
             budget_bytes=self._budget_bytes or 0,
-            peak_bytes=self._peak_bytes or None,
+            peak_bytes=self._peak_bytes if is_measured and self._peak_bytes else None,
             peak_source=(
                 f"live storages and operation workspaces, in {self._num_measured} measured steps" if self._num_measured else ""
             ),
-            peak_phase=self._peak_phase,
-            peak_step=self._peak_step,
+            peak_phase=self._peak_phase if is_measured else "",
+            peak_step=self._peak_step if is_measured else None,
             planned_peak_bytes=self._planned_peak_bytes,
             eager_peak_bytes=eager.peak_bytes if eager is not None else None,
             predicted_peak_bytes=plan.predicted_peak_bytes if plan is not None else None,
@@ -568,7 +606,7 @@ class Session:
                 mismatched_places=tuple(counts.mismatched_places),
             ),
             eager_bytes_by_kind=bytes_by(trace, eager, "kind") if eager is not None else {},
-            bytes_by_kind=self._peak_by_kind,
+            bytes_by_kind=self._peak_by_kind if is_measured else {},
             messages=tuple(self.messages),
             exit_reason=_exit_reason(self._error),
             error=f"{type(self._error).__name__}: {self._error}" if self._error is not None else "",

@@ -1,7 +1,7 @@
 """The size watch: tells before a forward pass when its inputs are larger than any that were measured.
 
-A plan made for one sequence length does not hold for a longer one; such a step must run under the guard. One pre-hook on each root
-module compares the number of elements that come in: a microsecond a step, and nothing inside the model.
+A plan made for one sequence length does not hold for a longer one; such a step must run under the guard. Compared is the number of
+elements that come into each root module (one the program calls itself): a few microseconds a step, and nothing inside the model.
 """
 
 from __future__ import annotations
@@ -11,37 +11,52 @@ from typing import Any
 
 import torch
 
+from memfit.engine.private import keywords_of_module_call
+
 
 class SizeWatch:
-    """Watches root modules (those called by the program itself, not by another module)."""
+    """Remembers the largest inputs of each root module in measured steps."""
 
     def __init__(self, on_larger: Callable[[torch.nn.Module, int, int], None]) -> None:
-        """on_larger(module, elements, largest measured): called before the forward pass that would be larger."""
-        self.is_learning = True  # the step is measured: what comes in now is known afterwards
+        """on_larger(module, elements, largest measured): called before a forward pass larger than what was measured."""
+        self.is_learning = True  # the step is measured under the guard: what comes in now is known afterwards
         self._on_larger = on_larger
         self._largest: dict[int, int] = {}
-        self._removers: dict[int, Callable[[], None]] = {}
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._removers: list[Callable[[], None]] = []
 
-    def add(self, module: torch.nn.Module) -> None:
-        """Watch this module from its next call on."""
-        if id(module) not in self._removers:
-            self._removers[id(module)] = module.register_forward_pre_hook(self._look, with_kwargs=True).remove
+    def look(self, module: torch.nn.Module, args: Any) -> None:
+        """The program calls a root module while the tape is installed."""
+        self._compare(module, args, keywords_of_module_call())
 
-    def remove(self) -> None:
-        """Take all hooks off; idempotent."""
+    def stay(self) -> None:
+        """Go on watching without the tape: one pre-hook on each root module seen so far."""
+        self.leave()
+        for module in self._modules.values():
+            self._removers.append(module.register_forward_pre_hook(self._compare, with_kwargs=True).remove)
+
+    def leave(self) -> None:
+        """Take the hooks of `stay` off; idempotent."""
         while self._removers:
-            self._removers.popitem()[1]()
+            self._removers.pop()()
 
-    def _look(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def forget(self) -> None:
+        """Another program begins."""
+        self.leave()
+        self._largest.clear()
+        self._modules.clear()
+
+    def _compare(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():  # an evaluation keeps nothing for backward
             return
         elements = _count((args, kwargs))
         largest = self._largest.get(id(module), 0)
         if elements <= largest:
             return
-        if largest and not self.is_learning:
-            self._on_larger(module, elements, largest)
         self._largest[id(module)] = elements
+        self._modules[id(module)] = module
+        if not self.is_learning:
+            self._on_larger(module, elements, largest)
 
 
 def _count(value: Any) -> int:
