@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from memfit.core.errors import MemfitError
 
 # A frame of memfit in which the user's own call was running: the call is written in C, so it has no frame of its own.
 _CALLS_USER = re.compile(r"(?<![.\w])func\(\*")
+_WAYS = ("/torch/overrides.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py", "/torch/_ops.py")
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(memfit.__file__)), "")
 
 
@@ -90,11 +92,25 @@ def _leave_out_memfit(shown: traceback.TracebackException, script: str, *, outer
         if starts:
             frames = frames[starts[0] :]
     if frames and (not _is_ours(frames[-1].filename) or _CALLS_USER.search(frames[-1].line or "")):
-        frames = [frame for frame in frames if not _is_ours(frame.filename)]
+        frames = _drop_ours(frames)
     shown.stack[:] = frames
     for inner in (shown.__cause__, shown.__context__, *(getattr(shown, "exceptions", None) or ())):
         if inner is not None:
             _leave_out_memfit(inner, script, outermost=False)
+
+
+def _drop_ours(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Without the runs of frames that are memfit's, or PyTorch's way into a mode of memfit's and out of it."""
+    kept: list[traceback.FrameSummary] = []
+    for is_way, run in itertools.groupby(frames, lambda frame: _is_ours(frame.filename) or _is_way(frame.filename)):
+        frames_of_run = list(run)
+        if not is_way or not any(_is_ours(frame.filename) for frame in frames_of_run):
+            kept += frames_of_run
+    return kept
+
+
+def _is_way(filename: str) -> bool:
+    return filename.replace(os.sep, "/").endswith(_WAYS)
 
 
 def _same_file(filename: str, script: str) -> bool:

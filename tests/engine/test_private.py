@@ -1,0 +1,62 @@
+"""Every private PyTorch name memfit leans on is there and does what engine/private.py says."""
+
+from __future__ import annotations
+
+import torch
+
+from memfit.engine import private
+from memfit.engine.tape import Tape
+
+
+def test_in_backward_is_true_inside_a_gradient_hook_only() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(private.in_backward()))
+    assert not private.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not private.in_backward()
+
+
+def test_num_holders_counts_tensors_on_the_storage_and_not_the_python_object() -> None:
+    x = torch.ones(4)
+    storage = x.untyped_storage()
+    assert private.num_holders(storage) == 1
+    view = x[1:]
+    assert private.num_holders(storage) == 2
+    del view, x
+    assert private.num_holders(storage) == 0
+
+
+def test_run_with_allocations_gives_the_result_and_every_allocation_in_order() -> None:
+    def run() -> torch.Tensor:
+        one = torch.empty(1 << 20, dtype=torch.uint8)
+        two = torch.empty(1 << 10, dtype=torch.uint8)
+        del one
+        return two
+
+    result, deltas = private.run_with_allocations(run)
+    assert result.numel() == 1 << 10
+    assert deltas == [1 << 20, 1 << 10, -(1 << 20)]
+    assert not private.is_profiling()
+
+
+def test_is_on_top_is_false_once_somebody_stacked_a_mode_or_hooks_upon_the_tape() -> None:
+    class Other(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    tape = Tape()
+    tape.enter()
+    try:
+        assert private.is_on_top(tape, tape.pack_hook)
+        with Other():
+            assert not private.is_on_top(tape, tape.pack_hook)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            assert not private.is_on_top(tape, tape.pack_hook)
+        assert private.is_on_top(tape, tape.pack_hook)
+    finally:
+        tape.exit()
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
