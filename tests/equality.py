@@ -1,8 +1,9 @@
 """Training runs compared bit for bit: the plain, unmodified run is the oracle for the same run on a tape that evicts.
 
 A program is a function without arguments that makes a Run. `evicted` runs it on a tape that lets saved tensors go:
-'now' (at once), 'late' (all, when backward is called), 'half' (a random half at once), 'mid' (at random moments, also inside calls,
-as the guard does). Everything is compared: loss, parameters, every gradient, buffers, optimizer state, random state.
+'now' (at once), 'late' (all, when backward is called), 'half' (a random half at once), 'mid' (at random moments, also
+inside calls, as the guard does). Everything is compared: loss, parameters, every gradient, buffers, optimizer state,
+random state.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import oracle
 from memfit import api
 from memfit.core.replay import replay
 from memfit.runtime.script import ScriptRun, execute, exit_code_of
@@ -74,6 +76,11 @@ def digest(*things):
 '''
 
 
+def live_bytes() -> int:
+    gc.collect()
+    return oracle.count_live_bytes()
+
+
 @dataclass
 class Scripts:
     """Runs scripts in one directory."""
@@ -104,9 +111,12 @@ class Scripts:
         ran = api.run_script(path, list(args), **options)
         return self.capsys.readouterr().out, ran
 
-    def eager_peak_bytes(self, path: str, *args: str) -> int:
+    def budget(self, share: float, path: str, *args: str) -> int:
+        """This share of the script's own peak, and what other tests have left in this process on top."""
         sys.modules.pop("helper", None)
-        return replay(api.trace_script(path, list(args))).peak_bytes
+        elsewhere = live_bytes()
+        peak = replay(api.trace_script(path, list(args))).peak_bytes
+        return int(share * (peak - elsewhere)) + live_bytes()
 
     def compare(self, source: str, *args: str, share: float = 0.7, **options) -> ScriptRun:
         """Run the script plainly and within `share` of its peak; what it prints must be the same, within the budget."""
@@ -114,7 +124,7 @@ class Scripts:
         plain, code = self.run_plain(path, *args)
         assert code == 0, plain
         assert plain, "the script printed nothing to compare"
-        budget = int(share * self.eager_peak_bytes(path, *args))
+        budget = self.budget(share, path, *args)
         out, ran = self.run(path, *args, budget=budget, **options)
         if ran.error is not None:
             raise ran.error

@@ -113,7 +113,7 @@ def test_spawned_workers_find_the_scripts_classes(tmp_path):
 def test_the_command_trains_in_the_budget_and_keeps_standard_output_clean(scripts, tmp_path):
     path = scripts.write(PLAIN)
     plain, _ = scripts.run_plain(path)
-    budget = int(0.7 * scripts.eager_peak_bytes(path))
+    budget = scripts.budget(0.7, path)
     ours = run("-m", "memfit", "run", "--budget", str(budget), "--json", "out.json", "train.py", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
     assert (ours.returncode, ours.stdout) == (0, plain)
     assert "yes, bit for bit" in ours.stderr
@@ -250,7 +250,7 @@ def test_a_budget_below_parameters_and_optimizer_state_is_refused_before_the_fir
 def test_a_budget_no_plan_can_meet_is_refused_before_a_parameter_changed(scripts):
     source = SETUP + "before = digest(model)\ntry:\n  for i in range(3):" + STEP + "finally:\n  print(before == digest(model))\n"
     path = scripts.write(source.replace("digest(model)", "[p.sum().item() for p in model.parameters()]"))
-    budget = scripts.eager_peak_bytes(path) // 3
+    budget = scripts.budget(0.3, path)
     out, ran = scripts.run(path, budget=budget)
     assert isinstance(ran.error, BudgetError)
     assert ran.error.needed_bytes > budget
@@ -306,7 +306,7 @@ def test_a_script_that_uses_memfit_itself_is_refused(scripts):
 def test_an_out_of_memory_error_tells_what_was_planned_and_seen_and_leaves_no_hooks(scripts):
     source = SETUP + "for i in range(6):" + STEP + "    if i == 4: raise torch.OutOfMemoryError('CUDA out of memory. Tried 2 GiB')\n"
     path = scripts.write(source)
-    budget = int(0.7 * scripts.eager_peak_bytes(path))
+    budget = scripts.budget(0.7, path)
     _, ran = scripts.run(path, budget=budget)
     assert (ran.exit_code, ran.result.exit_reason) == (1, "out of memory")
     assert ran.result.error == "OutOfMemoryError: CUDA out of memory. Tried 2 GiB"

@@ -211,7 +211,7 @@ for width, kind in ((16, torch.optim.RMSprop), (32, torch.optim.Adam), (8, torch
 """
     path = scripts.write(source)
     plain, _ = scripts.run_plain(path)
-    budget = int(1.45 * scripts.eager_peak_bytes(path))  # the first fits as it is, the second needs a plan
+    budget = scripts.budget(1.45, path)  # the first fits as it is, the second needs a plan
     out, ran = scripts.run(path, budget=budget)
     assert ran.error is None
     assert out == plain
@@ -232,7 +232,7 @@ for model, optimizer in zip(models, optimizers):
     for i in range(6):""" + STEP.replace("    ", "        ") + "    print(loss.item(), digest(model, optimizer))\n"
     path = scripts.write(source)
     plain, _ = scripts.run_plain(path)
-    out, ran = scripts.run(path, budget=int(1.5 * scripts.eager_peak_bytes(path)))
+    out, ran = scripts.run(path, budget=scripts.budget(1.5, path))
     assert ran.error is None
     assert out == plain
     assert ran.result.num_steps >= 10

@@ -33,7 +33,7 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
 
 def autocast_state() -> Autocast:
     """(device type, enabled, dtype) of the autocast contexts that are on; () when none is."""
-    state = ()
+    state: Autocast = ()
     for device_type in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device_type):
             state += ((device_type, True, torch.get_autocast_dtype(device_type)),)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memfit.engine.ambient import Autocast, RandomState
     from memfit.engine.tape import Tape
 
-Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]  # dtype, storage offset, size, stride (in elements)
+Geometry = tuple[torch.dtype, Any, torch.Size, tuple[int, ...]]  # dtype, storage offset, size, stride (in elements)
 
 
 class StorageRef(weakref.ref):
@@ -137,18 +137,20 @@ class Call:
 class Handle:
     """What autograd holds for one saved tensor.
 
+    cell: may change once, from the storage's cell when it was saved to the one after the saving call wrote it.
+
     alias: the tensor while it is held (a detached alias: returning the packed tensor itself would tie an output to its own node).
     version: the tensor's version when it was saved; autograd checks versions only where no hooks are, so we do it here.
     """
 
     __slots__ = ("tape", "cell", "geometry", "alias", "version", "index", "__weakref__")
 
-    def __init__(self, tape: Tape, cell: Cell | None, tensor: torch.Tensor) -> None:
+    def __init__(self, tape: Tape, cell: Cell, tensor: torch.Tensor) -> None:
         self.tape = tape
-        self.cell = cell
+        self.cell: Cell = cell
         self.alias: torch.Tensor | None = tensor.detach()
         self.version = self.alias._version
-        self.geometry: Geometry | None = None
+        self.geometry = geometry_of(tensor)
         self.index = -1
 
     def __del__(self) -> None:

@@ -43,8 +43,8 @@ def add_need(cell: Cell, count: int = 1) -> bool:
                 each.need -= number
             for each in held:
                 each.storage = None
-            for each in wanted:
-                each.num_wanted -= 1
+            for call in wanted:
+                call.num_wanted -= 1
             return False
         call.num_wanted += 1
         wanted.append(call)

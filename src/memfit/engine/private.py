@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,21 +30,23 @@ def run_with_allocations(run: Callable[[], Any]) -> tuple[Any, list[int]]:
     Uses the thread-local autograd profiler, which prints nothing and costs about 0.3 ms; the public `torch.profiler` (kineto)
     reports the same events for ten times the time. Raises RuntimeError where a profiler runs already (see `is_profiling`).
     """
-    config = torch.autograd.ProfilerConfig(
-        torch.autograd.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
+    autograd: Any = torch.autograd
+    config = autograd.ProfilerConfig(
+        autograd.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
     )
-    torch.autograd._enable_profiler_legacy(config)
+    autograd._enable_profiler_legacy(config)
     try:
         result = run()
     finally:
-        records = torch.autograd._disable_profiler_legacy()
+        records: Any = autograd._disable_profiler_legacy()
     deltas = [each.cpu_memory_usage() for thread in records for each in thread if each.kind() == "memory_alloc"]
     return result, deltas
 
 
 def is_profiling() -> bool:
     """Whether somebody's profiler is on in this thread."""
-    return torch.autograd._profiler_enabled()
+    autograd: Any = torch.autograd
+    return autograd._profiler_enabled()
 
 
 def is_on_top(mode: torch.overrides.TorchFunctionMode, pack_hook: Callable[..., Any]) -> bool:
@@ -81,7 +84,7 @@ def keywords_of_module_call() -> dict[str, Any]:
     Global pre-hooks are given positional arguments only (`register_module_forward_pre_hook`), so this reads them from the frame
     of `torch.nn.Module._call_impl` that called the hook.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == torch.nn.modules.module.__file__:
             keywords = frame.f_locals.get("kwargs")

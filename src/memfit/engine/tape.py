@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -538,7 +539,6 @@ class Tape(TorchFunctionMode):
         if cell is None:
             cell = self._file(tensor)
         handle = Handle(self, cell, tensor)
-        handle.geometry = geometry_of(tensor)
         if call is not None:
             self._saved_now.append(handle)
         else:
@@ -547,6 +547,7 @@ class Tape(TorchFunctionMode):
 
     def _settle_handle(self, handle: Handle, call: Call | None) -> None:
         """The saving call is over: which cell the handle is on is known now, and whether it holds its tensor."""
+        assert handle.alias is not None
         cell = self._cells.get(handle.alias.untyped_storage()._cdata, handle.cell)  # a successor, if written in place
         handle.cell = cell
         if self.observer is not None:
@@ -558,7 +559,7 @@ class Tape(TorchFunctionMode):
     def evict_handle(self, handle: Handle) -> bool:
         """Let the handle's tensor go; True unless its content could not be brought back."""
         cell = handle.cell
-        if handle.alias is None or cell is None or cell.call is None:
+        if handle.alias is None or cell.call is None:
             return False
         if not add_need(cell):
             self.counts.num_kept_instead += 1
@@ -582,8 +583,7 @@ class Tape(TorchFunctionMode):
             if self.observer is not None:
                 self.observer.on_unpack(handle)
             if handle.alias is None:
-                self._restore(handle)
-                return handle.alias
+                return self._restore(handle)
         alias = handle.alias
         if alias._version != handle.version:
             raise RuntimeError(
@@ -593,7 +593,7 @@ class Tape(TorchFunctionMode):
             )
         return alias
 
-    def _restore(self, handle: Handle) -> None:
+    def _restore(self, handle: Handle) -> torch.Tensor:
         cell = handle.cell
         num_calls = 0
         self._restoring = cell
@@ -602,6 +602,7 @@ class Tape(TorchFunctionMode):
             if cell.storage is None:
                 num_calls = materialise(cell, self.verify, self.counts)
                 self.counts.num_replayed_calls += num_calls
+            assert cell.storage is not None
             handle.alias = view_of(cell.storage, handle.geometry)
         finally:
             self._paused -= 1
@@ -612,10 +613,11 @@ class Tape(TorchFunctionMode):
         drop_need(cell)
         if self.observer is not None:
             self.observer.on_restored(handle, num_calls)
+        return handle.alias
 
     def on_drop(self, handle: Handle) -> None:
         """Autograd let the handle go (called by its finaliser)."""
-        if handle.alias is None and handle.cell is not None:
+        if handle.alias is None:
             drop_need(handle.cell)
         if self.observer is not None:
             self.observer.on_drop(handle)
@@ -674,7 +676,7 @@ _SKIP = ("/torch/", "/memfit/")
 
 def _caller() -> str:
     """'file:line' of the nearest frame of the user's program."""
-    frame = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         name = frame.f_code.co_filename
         if not any(part in name for part in _SKIP):

@@ -12,7 +12,7 @@ import gc
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class _Storage:
 
     __slots__ = ("index", "nbytes", "kind", "module", "location", "persistent", "own", "ref", "handles", "released")
 
+    ref: StorageRef
+
     def __init__(self, index: int, nbytes: int, kind: str, own: bool) -> None:
         self.index = index
         self.nbytes = nbytes
@@ -50,7 +52,7 @@ class _Storage:
 class Recorder(TorchDispatchMode):
     """Records from `start` to `finish`. `is_restoring` says whether memfit itself is at work at the moment."""
 
-    def __init__(self, backend: Backend, is_restoring: Any, tensors: dict[str, Iterable[torch.Tensor]]) -> None:
+    def __init__(self, backend: Backend, is_restoring: Any, tensors: Mapping[str, Iterable[torch.Tensor]]) -> None:
         """tensors: known tensors by kind ('parameter', 'buffer', 'optimizer state')."""
         super().__init__()
         self.backend = backend
@@ -120,7 +122,7 @@ class Recorder(TorchDispatchMode):
                     self._reclassify(watched, kind)
                     watched.persistent = kind == "optimizer state"
         renumber: dict[int, int] = {}
-        rows = []
+        rows: list[core.Storage] = []
         for each in self._storages:
             if not each.own:
                 renumber[each.index] = len(rows)
