@@ -44,7 +44,7 @@ class Cell:
 
     __slots__ = (
         "call", "position", "previous", "ref", "nbytes", "device", "version", "storage", "need",
-        "keep", "evict", "written", "pinned", "handles", "fingerprint", "index", "__weakref__",
+        "keep", "evict", "written", "pinned", "handles", "fingerprint", "probe", "probe_version", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, ref: StorageRef, nbytes: int, device: torch.device, version: int) -> None:
@@ -63,7 +63,8 @@ class Cell:
         self.pinned = False
         self.handles: list[weakref.ref[Handle]] = []  # filled while measuring or guarding only
         self.fingerprint: int | None = None
-        self.index = -1  # the recorder's number for it
+        self.probe: torch.Tensor | None = None  # tells of writes the tape is not told of (external sources only)
+        self.probe_version = 0
 
     def living_storage(self) -> torch.UntypedStorage | None:
         """The content wherever it lives, or None if it is gone or was overwritten."""
@@ -140,18 +141,19 @@ class Handle:
     cell: may change once, from the storage's cell when it was saved to the one after the saving call wrote it.
 
     alias: the tensor while it is held (a detached alias: returning the packed tensor itself would tie an output to its own node).
-    version: the tensor's version when it was saved; autograd checks versions only where no hooks are, so we do it here.
+    probe, version: the version counter, and where it stood when the tensor was saved; autograd compares them only where no hooks
+        are, so it is done here.
     """
 
-    __slots__ = ("tape", "cell", "geometry", "alias", "version", "index", "__weakref__")
+    __slots__ = ("tape", "cell", "geometry", "alias", "probe", "version", "__weakref__")
 
     def __init__(self, tape: Tape, cell: Cell, tensor: torch.Tensor) -> None:
         self.tape = tape
         self.cell: Cell = cell
         self.alias: torch.Tensor | None = tensor.detach()
-        self.version = self.alias._version
+        self.probe = probe_of(tensor)
+        self.version = self.probe._version
         self.geometry = geometry_of(tensor)
-        self.index = -1
 
     def __del__(self) -> None:
         self.tape.on_drop(self)
@@ -165,6 +167,13 @@ class KeptHandle:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.alias = tensor.detach()
         self.version = self.alias._version
+
+
+def probe_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without bytes that shares the tensor's version counter."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:

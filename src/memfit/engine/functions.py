@@ -115,3 +115,22 @@ def written_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     if flag is None:
         flag = func is torch.nn.functional.instance_norm  # the only one whose default is to use the batch's own
     return tuple(each for each in (mean, variance) if each is not None) if flag else ()
+
+
+@lru_cache(maxsize=None)
+def _writes_lists(func: Callable[..., Any]) -> bool:
+    name = name_of(func)
+    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
+
+
+def written_lists(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """What an in-place foreach or fused call overwrites: under a dispatch mode these do not move the tensors' versions."""
+    if not _writes_lists(func):
+        return ()
+    lists = args if name_of(func).startswith("_fused_") else args[:1]
+    return tuple(t for each in lists if isinstance(each, (list, tuple)) for t in each if isinstance(t, torch.Tensor))
+
+
+def saves_statistics(func: Callable[..., Any]) -> bool:
+    """Whether the call also saves copies of the statistics it overwrites (instance norm), so that it cannot be had again."""
+    return "instance_norm" in name_of(func)

@@ -195,6 +195,12 @@ def _arguments(call: Call, made: set[Cell], want_internal: bool) -> tuple[list[t
             continue
         storage = value.cell.storage
         assert storage is not None
+        if value.cell.probe is not None and value.cell.probe._version != value.cell.probe_version:
+            raise CertificateError(
+                f"an input of {call.place} was overwritten after the call in a way memfit was not told of (by compiled code, say), so "
+                "what it computed cannot be had again. The step was stopped before a wrong gradient. Keep the input unchanged until "
+                "backward, or exclude the place by planning with a larger budget."
+            )
         if value.cell is written_cell:
             if private is None:
                 if value.cell in made and value.cell.need == 1 and not value.cell.pinned:

@@ -73,6 +73,21 @@ def is_in_compiled() -> bool:
     return "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+def run_backward(tensors: Any, gradients: Any, retain_graph: bool | None, create_graph: bool, inputs: Any) -> None:
+    """What `torch.autograd.backward` does once nothing overrides it. (Called through the public name it would be dispatched to the
+    function mode again, which takes the mode off while hooks run.) Source: `torch/autograd/__init__.py`."""
+    autograd: Any = torch.autograd
+    tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    inputs = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    gradients = autograd._tensor_or_tensors_to_tuple(gradients, len(tensors))
+    gradients = autograd._make_grads(tensors, gradients, is_grads_batched=False)
+    if retain_graph is None:
+        retain_graph = create_graph
+    autograd.graph._engine_run_backward(
+        tensors, gradients, retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a wrapper of a `torch.func` transform (vmap, grad, jvp), whose storage is not its own."""
     return torch._C._functorch.maybe_get_level(tensor) != -1

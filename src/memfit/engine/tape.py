@@ -19,11 +19,23 @@ from torch.overrides import TorchFunctionMode
 from memfit.core.errors import UnsupportedError
 from memfit.engine import functions
 from memfit.engine.ambient import attention_flags, autocast_state, random_state, same_random_state
-from memfit.engine.cell import Call, Cell, Handle, KeptHandle, Slot, StorageRef, Value, geometry_of, view_of
+from memfit.engine.cell import (
+    Call,
+    Cell,
+    Geometry,
+    Handle,
+    KeptHandle,
+    Slot,
+    StorageRef,
+    Value,
+    geometry_of,
+    probe_of,
+    view_of,
+)
 from memfit.engine.fingerprint import fingerprint
 from memfit.engine.need import add_need, drop_need, let_go, materialise, tensors_in
 from memfit.engine.policy import CallPolicy, Policy
-from memfit.engine.private import in_backward, is_in_compiled, is_transformed
+from memfit.engine.private import in_backward, is_in_compiled, is_transformed, run_backward
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _PLAIN_DTYPES = frozenset(
@@ -35,6 +47,8 @@ _COMPILED = (
     "last bits would be those of your run. Leave torch.compile out (TORCH_COMPILE_DISABLE=1 in the environment does), or use its "
     "own torch._functorch.config.activation_memory_budget."
 )
+_SMALL_SOURCE_BYTES = 16 << 20
+
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: [{kind} {shape}] "
     "is at version {found}; expected version {expected} instead."
@@ -160,6 +174,26 @@ class Tape(TorchFunctionMode):
             self.unpin(cell)
         self._pins.clear()
 
+    def _pin_source(self, cell: Cell, tensor: torch.Tensor) -> bool:
+        """Pin what a recipe reads from outside, so that a write nobody told the tape of is noticed. False: this must be no source.
+
+        Memory that is not PyTorch's own (numpy arrays, shared memory) can change without any trace: a copy is pinned if it is small.
+        """
+        if not cell.pinned and cell.call is None and not tensor.untyped_storage().resizable():
+            if cell.nbytes > _SMALL_SOURCE_BYTES:
+                return False
+            self._paused += 1
+            cell.storage = tensor.untyped_storage().clone()
+            self._paused -= 1
+            cell.pinned = True
+            self._pins.append(cell)
+            return True
+        self.pin(cell)
+        if cell.probe is None and cell.call is None:
+            cell.probe = probe_of(tensor)
+            cell.probe_version = tensor._version
+        return True
+
     @staticmethod
     def unpin(cell: Cell) -> None:
         """Hold the cell's content no longer than something evicted needs it."""
@@ -256,9 +290,8 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func is torch.Tensor.backward:
-            with self:  # hooks that run inside the backward pass may overwrite what is needed
-                return _run_backward(*args, **kwargs)
+        if func is torch.Tensor.backward or func is torch.autograd.backward:
+            return self._run_backward(func, *args, **kwargs)
         if functions.is_looking(func):
             return func(*args, **kwargs)
         if self.record_all and is_in_compiled():
@@ -283,14 +316,29 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._record(func, types, args, kwargs, frame, entry)
 
+    def _run_backward(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """A backward pass with the mode on: hooks that run inside it may overwrite what is needed."""
+        names = ("gradient", "retain_graph", "create_graph", "inputs")
+        if func is torch.autograd.backward:
+            names = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        gradients = given.get(names[0])
+        inputs = given.get("inputs")
+        if given.get("grad_variables") is not None or (inputs is not None and not len(inputs)):
+            func(tensors, *args, **kwargs)  # deprecated or refused: PyTorch's own words
+            return
+        with self:
+            run_backward(tensors, gradients, given.get("retain_graph"), given.get("create_graph", False), inputs)
+
     def _run_writing(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call that is not recorded but may overwrite content others depend on."""
         statistics = functions.written_statistics(func, args, kwargs)
+        certain = functions.written_lists(func, args)
         known = [(t, t._version) for t in tensors_in((args, kwargs)) if self._cell_if_known(t) is not None]
         cells = [self._before_write(tensor) for tensor, _ in known]
         result = func(*args, **kwargs)
         for (tensor, version), cell in zip(known, cells, strict=True):
-            if tensor._version != version or any(tensor is each for each in statistics):
+            if tensor._version != version or any(tensor is each for each in (*statistics, *certain)):
                 self._forget(tensor)
             elif cell is not None:
                 cell.written = False
@@ -313,6 +361,7 @@ class Tape(TorchFunctionMode):
             and not functions.is_foreign(func)
             and "out" not in kwargs
             and kwargs.get("generator") is None
+            and not functions.written_lists(func, args)
             and all(map(_is_plain, values))
         )
         versions = [tensor._version for tensor in values]
@@ -320,6 +369,7 @@ class Tape(TorchFunctionMode):
             call.args, call.kwargs = template_args, template_kwargs
             call.values = [Value(self._cell_of(t), geometry_of(t), t.requires_grad) for t in values]
             statistics = functions.written_statistics(func, args, kwargs)
+            is_recipe = not (statistics and functions.saves_statistics(func))
             for tensor, value in zip(values, call.values, strict=True):
                 if any(tensor is each for each in statistics):
                     value.scratch = True
@@ -330,9 +380,9 @@ class Tape(TorchFunctionMode):
             if any(t.is_cuda for t in values) and not functions.is_reproducible_on_cuda(func):
                 is_recipe = torch.are_deterministic_algorithms_enabled()
             if entry is not None or self.pin_sources:
-                for value in call.values:
+                for tensor, value in zip(values, call.values, strict=True):
                     if not value.scratch and (value.cell.call is None or (value.cell.keep and entry is not None)):
-                        self.pin(value.cell)
+                        is_recipe = self._pin_source(value.cell, tensor) and is_recipe
         maybe_written: list[tuple[int, Cell | None]] = []
         if functions.is_writing(func) or "out" in kwargs or kwargs.get("inplace"):
             targets = values[:1] if is_recipe else values
@@ -340,7 +390,9 @@ class Tape(TorchFunctionMode):
         draws = functions.may_draw(func)
         if draws:
             devices = tuple({t.device.index for t in values if t.is_cuda})
+            self._paused += 1
             state = random_state(devices)
+            self._paused -= 1
         outer_call, self._current = self._current, call
         outer_saved, self._saved_now = self._saved_now, []
         if self.observer is not None:
@@ -350,8 +402,11 @@ class Tape(TorchFunctionMode):
         finally:
             self._current = outer_call
             saved, self._saved_now = self._saved_now, outer_saved
-        if draws and not same_random_state(state, random_state(devices)):
-            call.random_state = state
+        if draws:
+            self._paused += 1
+            if not same_random_state(state, random_state(devices)):
+                call.random_state = state
+            self._paused -= 1
         for index, cell in maybe_written:
             if cell is not None and values[index]._version == versions[index]:
                 cell.written = False
@@ -372,8 +427,10 @@ class Tape(TorchFunctionMode):
             if value.scratch:
                 self._forget(tensor)
         if not is_recipe:
-            for index in written:
-                self._forget(values[index])
+            certain = functions.written_lists(call.func, (values,))
+            for index, tensor in enumerate(values):
+                if index in written or any(tensor is each for each in certain):
+                    self._forget(tensor)
             return False
         for index in written:
             if call.values[index].scratch:
@@ -494,6 +551,7 @@ class Tape(TorchFunctionMode):
         if cell.storage is not None and (cell.need > 0 or cell.pinned):
             self._paused += 1
             cell.storage = cell.storage.clone()
+            cell.probe = None  # the copy is ours alone
             self._paused -= 1
         cell.written = True
         return cell
@@ -531,9 +589,10 @@ class Tape(TorchFunctionMode):
         cell = self._cells.get(tensor.untyped_storage()._cdata)
         if cell is None and call is not None:
             cell = self._file(tensor)
-            cell.call = call
-            cell.position = f"in{number}"
-            call.outputs[cell.position] = weakref.ref(cell)
+            if tensor.dtype is not torch.uint8:  # a workspace (mkldnn's LSTM): its bytes are not all written
+                cell.call = call
+                cell.position = f"in{number}"
+                call.outputs[cell.position] = weakref.ref(cell)
         if not self.record_all and call is None and (cell is None or not cell.evict):
             return KeptHandle(tensor)
         if cell is None:
@@ -559,7 +618,7 @@ class Tape(TorchFunctionMode):
     def evict_handle(self, handle: Handle) -> bool:
         """Let the handle's tensor go; True unless its content could not be brought back."""
         cell = handle.cell
-        if handle.alias is None or cell.call is None:
+        if handle.alias is None or cell.call is None or handle.probe._version != handle.version:
             return False
         if not add_need(cell):
             self.counts.num_kept_instead += 1
@@ -582,15 +641,14 @@ class Tape(TorchFunctionMode):
         if type(handle) is Handle:
             if self.observer is not None:
                 self.observer.on_unpack(handle)
+            if handle.probe._version != handle.version:
+                raise _modified(handle.probe, handle.probe._version, handle.version, handle.geometry)
             if handle.alias is None:
                 return self._restore(handle)
+            return handle.alias
         alias = handle.alias
         if alias._version != handle.version:
-            raise RuntimeError(
-                _MODIFIED.format(
-                    kind=alias.type(), shape=list(alias.shape), found=alias._version, expected=handle.version
-                )
-            )
+            raise _modified(alias, alias._version, handle.version)
         return alias
 
     def _restore(self, handle: Handle) -> torch.Tensor:
@@ -607,7 +665,6 @@ class Tape(TorchFunctionMode):
         finally:
             self._paused -= 1
             self._restoring = None
-        handle.version = handle.alias._version
         self.counts.num_restored += 1
         self.counts.num_verified += cell.fingerprint is not None
         drop_need(cell)
@@ -623,6 +680,12 @@ class Tape(TorchFunctionMode):
             self.observer.on_drop(handle)
 
 
+def _modified(tensor: torch.Tensor, found: int, expected: int, geometry: Geometry | None = None) -> RuntimeError:
+    """What plain autograd raises; it checks versions only where no hooks are."""
+    shape = list(geometry[2] if geometry is not None else tensor.shape)
+    return RuntimeError(_MODIFIED.format(kind=tensor.type(), shape=shape, found=found, expected=expected))
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in _PLAIN_TYPES
@@ -631,17 +694,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not is_transformed(tensor)
     )
-
-
-def _run_backward(
-    tensor: torch.Tensor,
-    gradient: torch.Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """What `Tensor.backward` does once nothing overrides it."""
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _needs_gradient(argument: Any) -> bool:

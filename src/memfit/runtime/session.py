@@ -317,7 +317,7 @@ class Session:
         }
         recorder = Recorder(self._backend, lambda: tape.is_restoring, known)
         tape.record_all = True
-        self._watch.is_learning = self.plan is None
+        self._watch.is_learning = self.plan is None or self._is_given  # a plan from a file does not say for which inputs
         if self._budget_bytes is not None and self.plan is None and self._is_training:
             self._guard = Guard(tape, recorder, self._budget_bytes, self._fixed_bytes())
             tape.pin_sources = True

@@ -6,6 +6,7 @@ elements that come into each root module (one the program calls itself): a few m
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,7 @@ class SizeWatch:
         """on_larger(module, elements, largest measured): called before a forward pass larger than what was measured."""
         self.is_learning = True  # the step is measured under the guard: what comes in now is known afterwards
         self._on_larger = on_larger
-        self._largest: dict[int, int] = {}
-        self._modules: dict[int, torch.nn.Module] = {}
+        self._largest: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()  # a model may go
         self._removers: list[Callable[[], None]] = []
 
     def look(self, module: torch.nn.Module, args: Any) -> None:
@@ -32,7 +32,7 @@ class SizeWatch:
     def stay(self) -> None:
         """Go on watching without the tape: one pre-hook on each root module seen so far."""
         self.leave()
-        for module in self._modules.values():
+        for module in list(self._largest):
             self._removers.append(module.register_forward_pre_hook(self._compare, with_kwargs=True).remove)
 
     def leave(self) -> None:
@@ -44,17 +44,15 @@ class SizeWatch:
         """Another program begins."""
         self.leave()
         self._largest.clear()
-        self._modules.clear()
 
     def _compare(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():  # an evaluation keeps nothing for backward
             return
         elements = _count((args, kwargs))
-        largest = self._largest.get(id(module), 0)
+        largest = self._largest.get(module, 0)
         if elements <= largest:
             return
-        self._largest[id(module)] = elements
-        self._modules[id(module)] = module
+        self._largest[module] = elements
         if not self.is_learning:
             self._on_larger(module, elements, largest)
 
