@@ -20,6 +20,7 @@ from memfit.core.plan import Plan
 from memfit.core.result import Result
 from memfit.core.trace import Trace
 from memfit.runtime.script import execute, exit_code_of
+from runtime.conftest import live_bytes
 from runtime.test_scripts import END, PLAIN, SETUP, STEP
 
 BUDGET = 1 << 30
@@ -317,19 +318,18 @@ def test_an_out_of_memory_error_tells_what_was_planned_and_seen_and_leaves_no_ho
 
 
 def test_a_plan_for_another_model_is_refused_before_a_parameter_changed(scripts):
-    trace = api.trace_script(scripts.write(PLAIN.replace("Net()", "Net(16)")), [])
-    plan = api.plan(trace, int(0.8 * trace.meta["measured_peak_bytes"]))
+    path = scripts.write(PLAIN.replace("Net()", "Net(16)"))
+    plan = api.plan(api.trace_script(path, []), scripts.budget(0.8, path))
     refusal(scripts, PLAIN, PlanError, "The plan was made for another model: .* No parameter was changed", plan=plan)
 
 
 def test_a_plan_whose_places_never_occur_is_replaced(scripts):
     other = PLAIN.replace("model(x)", "again(x)").replace("for i in", "again = nn.Sequential(model)\nfor i in")
-    trace = api.trace_script(scripts.write(other), [])
-    peak = trace.meta["measured_peak_bytes"]
-    plan = api.plan(trace, int(0.7 * peak))
+    path = scripts.write(other)
+    plan = api.plan(api.trace_script(path, []), scripts.budget(0.7, path))
     path = scripts.write(PLAIN)
     plain, _ = scripts.run_plain(path)
-    out, ran = scripts.run(path, budget=int(0.7 * peak), plan=plan)
+    out, ran = scripts.run(path, budget=scripts.budget(0.75, path), plan=plan)
     result = ran.result
     assert out == plain
     assert result.messages[0] == (
@@ -372,3 +372,14 @@ def test_fit_reports_as_text():
 def test_execute_runs_a_script_without_any_session(scripts):
     execute(scripts.write("print(__name__)"), [])
     assert scripts.capsys.readouterr().out == "__main__\n"
+
+
+def test_a_refused_run_and_one_that_fails_hold_no_tensor_afterwards(scripts):
+    path = scripts.write(SETUP + "for i in range(3):" + STEP)
+    failing = scripts.write(SETUP + "for i in range(3):" + STEP + "    loss = model(x)\n    1 / 0\n", "failing.py")
+    scripts.run(path, budget=BUDGET)  # what is imported on the way stays
+    budget = scripts.budget(0.3, path)
+    before = live_bytes()
+    assert isinstance(scripts.run(path, budget=budget)[1].error, BudgetError)
+    assert isinstance(scripts.run(failing, budget=BUDGET)[1].error, ZeroDivisionError)
+    assert live_bytes() == before

@@ -2,13 +2,15 @@
 
     step 1   measured, under the guard     -> Trace -> Plan (optimizer state counted before it exists)
     step 2   planned, measured             -> steady Trace; prediction against measurement; Plan again if they part
-    step 3…  planned, at full speed; or, where everything fits, nothing installed at all
+    step 3   measured once more, if the plan changed
+    after    planned, at full speed; or, where everything fits, nothing installed at all
 
 A step ends when the optimizer that ended the first one has stepped again, so several optimizers make one step together.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import os
@@ -49,6 +51,9 @@ _MAX_RESTARTS_TOLD = 5  # a program that makes an optimizer every few steps is m
 _active: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions between enter and exit; at most one
 
 _STATE_SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1}
+
+
+_MEASURED_STEPS = 3  # at most, of one program: the plan, the plan in force, and the plan made of that
 
 
 class Session:
@@ -109,7 +114,9 @@ class Session:
         self._is_training = model is not None or optimizer is not None
         self._is_over = True
         self._ever_installed = False
-        self._error: BaseException | None = None
+        # No exception that was raised is kept: its traceback leads to tensors, they through autograd's graph (which no garbage
+        # collector sees) to the tape, and the tape to this session.
+        self._ending = (core.FINISHED, "")  # the exit reason, and the error in words
         self.refusal: MemfitError | None = None  # raised inside the program; raised again should the program go on all the same
         self._draw = draw
         self._facts = facts or {}
@@ -150,8 +157,10 @@ class Session:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._error = error if error is not None else self.refusal
-        if _exit_reason(self._error) == core.OUT_OF_MEMORY:
+        ended_by = error if error is not None else self.refusal
+        words = f"{type(ended_by).__name__}: {ended_by}" if ended_by is not None else ""
+        self._ending = (_exit_reason(ended_by), words)
+        if self._ending[0] == core.OUT_OF_MEMORY:
             self.messages.append(self._about_memory())
         self._note_peak(self._num_steps + 1)
         self._remove()
@@ -212,7 +221,7 @@ class Session:
         if self._is_over or self._is_dead:
             return
         if self.refusal is not None:  # the program caught it and goes on
-            raise self.refusal
+            raise copy.copy(self.refusal)
         with self._refusing():
             if threading.get_ident() != self._thread:
                 raise UnsupportedError(
@@ -247,7 +256,7 @@ class Session:
         try:
             yield
         except MemfitError as error:
-            self.refusal = error
+            self.refusal = copy.copy(error)
             raise
 
     def _restart(self, reason: str) -> None:
@@ -345,7 +354,7 @@ class Session:
                 f"step {self._num_steps}: the guard let go of {self._guard.num_evictions} saved tensors under pressure."
             )
         if self.plan is not None and self.plan.moves:
-            self._planned_peak_bytes = max(self._planned_peak_bytes or 0, self._recorder.peak_bytes)
+            self._planned_peak_bytes = self._recorder.peak_bytes  # of the plan in force, beside its prediction
         self._stop_recorder()
         if self._on_trace is not None:
             self._on_trace(trace, self._num_steps)
@@ -376,8 +385,8 @@ class Session:
         measured = trace.meta["measured_peak_bytes"]
         predicted = self.plan.predicted_peak_bytes if self.plan is not None else None
         is_steady = self._num_measured_here >= 2
-        if self._is_given and measured <= self._budget_bytes:  # it holds: the second measured step has all of the state
-            if not is_steady:
+        if self._is_given and self.plan is not None and measured <= self._budget_bytes:
+            if not is_steady:  # it holds; the second step has all of the state
                 self._begin_measured_step()
             elif not self.plan.moves:
                 self._leave()
@@ -398,17 +407,23 @@ class Session:
                         f"step {self._num_steps}: measured peak {format_size(measured)}, predicted {format_size(predicted)}; "
                         f"planned again with the measured step and {format_size(self._margin_bytes)} kept free."
                     )
+        holds = predicted is not None and measured <= min(self._budget_bytes, 1.01 * predicted)
+        if holds and self._num_measured_here >= _MEASURED_STEPS:
+            return
         self._on_progress("planning", 0, None)
+        before = self.plan
         try:
             plan = self._plan_for(trace, is_steady)
         except BudgetError:
+            if before is not None and measured <= self._budget_bytes:  # the plan in force does what no new one promises
+                return
             self._stop_recorder()
             raise
         self._apply(plan)
-        if not is_steady:
-            self._begin_measured_step()
-        elif not plan.moves:
+        if not plan.moves and is_steady:
             self._leave()
+        elif not is_steady or (self._num_measured_here < _MEASURED_STEPS and (before is None or plan.moves != before.moves)):
+            self._begin_measured_step()
 
     def _plan_for(self, trace: Trace, is_steady: bool) -> Plan:
         """A plan from a measured step. After the first one, gradients are assumed to be cleared late, if that can be planned."""
@@ -568,7 +583,7 @@ class Session:
 
     def _own_result(self) -> core.Result:
         trace = self.traces[-1] if self.traces else None
-        is_measured = self._num_steps > 0 or isinstance(self._error, BudgetError)  # else what was seen was no step
+        is_measured = self._num_steps > 0 or self._ending[0] == core.BUDGET  # else what was seen was no step
         eager = replay(trace) if trace is not None else None
         counts = self._tape.counts
         plan = self.plan
@@ -608,8 +623,8 @@ class Session:
             eager_bytes_by_kind=bytes_by(trace, eager, "kind") if eager is not None else {},
             bytes_by_kind=self._peak_by_kind if is_measured else {},
             messages=tuple(self.messages),
-            exit_reason=_exit_reason(self._error),
-            error=f"{type(self._error).__name__}: {self._error}" if self._error is not None else "",
+            exit_reason=self._ending[0],
+            error=self._ending[1],
             device=self._device.type,
             **{
                 **self._facts,
