@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 # Half of what plain PyTorch takes for the demo's step.
 DEMO_BUDGET ?= 130MiB
 
+# Threads that wait asleep: busy waiting takes four times as long where another job shares the cores.
+export OMP_WAIT_POLICY ?= passive
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench clean
 

@@ -116,6 +116,8 @@ def record_shared(step: Callable[[], Any]) -> tuple[Any, list[int]]:
         for name, original in originals.items():
             setattr(torch.autograd, name, original)
         read()
+        # A profile once read while running does not take its callback away, and the next profiler would deadlock in it.
+        torch._C._autograd._clear_callbacks()
     return result, allocations
 
 

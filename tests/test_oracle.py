@@ -16,6 +16,16 @@ import peers
 import workloads
 
 KIB = 1024
+# state, shapes, memory, stacks, flops, modules, the rest
+LEGACY_CONFIG = (
+    torch.autograd.ProfilerState.CPU,
+    False,
+    True,
+    False,
+    False,
+    False,
+    torch._C._profiler._ExperimentalConfig(),
+)
 
 
 def make_training() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -60,9 +70,7 @@ def test_a_step_that_profiles_itself_sees_its_own_allocations_and_loses_none() -
 
     def allocate_under_profiler() -> torch.Tensor:
         assert not torch.autograd._profiler_enabled()
-        extra = torch._C._profiler._ExperimentalConfig()
-        config = (torch.autograd.ProfilerState.CPU, False, True, False, False, False, extra)
-        torch.autograd._enable_profiler_legacy(torch.autograd.ProfilerConfig(*config))
+        torch.autograd._enable_profiler_legacy(torch.autograd.ProfilerConfig(*LEGACY_CONFIG))
         assert torch.autograd._profiler_enabled()
         tensor = torch.empty(128 * KIB, dtype=torch.uint8)
         events = itertools.chain.from_iterable(torch.autograd._disable_profiler_legacy())
@@ -88,6 +96,25 @@ def test_a_step_that_profiles_itself_sees_its_own_allocations_and_loses_none() -
     assert large == [512 * KIB, 128 * KIB, 128 * KIB, -512 * KIB]
     assert torch.autograd._profiler_enabled() is False
     del y
+
+
+def test_a_shared_recording_leaves_no_callback_behind() -> None:
+    def step() -> None:
+        torch.autograd._enable_profiler_legacy(torch.autograd.ProfilerConfig(*LEGACY_CONFIG))
+        torch.autograd._disable_profiler_legacy()
+
+    before = _count_callbacks()
+    oracle.measure_step(step, oracle.record_shared)
+    assert _count_callbacks() == before
+
+
+def _count_callbacks() -> int:
+    """How many profiler callbacks see one operation: more than before where one was left behind."""
+    torch.autograd._enable_profiler_legacy(torch.autograd.ProfilerConfig(*LEGACY_CONFIG))
+    torch.arange(3)
+    return sum(
+        event.name() == "aten::arange" for thread in torch.autograd._disable_profiler_legacy() for event in thread
+    )
 
 
 def test_baseline_counts_a_storage_once_and_a_gradient_nobody_holds() -> None:

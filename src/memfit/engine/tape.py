@@ -548,6 +548,12 @@ class Tape(TorchFunctionMode):
         cell = self._cell_if_known(tensor)
         if cell is None or cell.written:
             return None
+        if cell.storage is not None and cell.call is not None:  # its recipe is cheaper than a copy, and what plans reckon with
+            cell.pinned = cell.keep = False
+            if cell.need == 0:
+                cell.storage = None
+            else:
+                let_go(cell)
         if cell.storage is not None and (cell.need > 0 or cell.pinned):
             self._paused += 1
             cell.storage = cell.storage.clone()
