@@ -20,12 +20,12 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-from oracle import compare_digests, digest_state
 from rich.console import Console
 from rich.table import Table
-from workloads import WORKLOADS
 
 import memfit
+from oracle import compare_digests, digest_state
+from workloads import WORKLOADS
 
 NUM_STEPS = 5
 PERCENTS = (110, 75, 60)

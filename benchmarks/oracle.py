@@ -70,9 +70,7 @@ def read_allocations(profiler: profile) -> list[int]:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    memory = [
-        event["args"] for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
-    ]
+    memory = [event["args"] for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
     return [args["Bytes"] for args in sorted(memory, key=lambda args: args["Ev Idx"])]
 
 

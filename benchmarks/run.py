@@ -141,9 +141,7 @@ def find_broken_promises(rows: list[Row]) -> list[str]:
         if not row["within_budget"]:
             broken.append(f"{place}: peak {_mib(row['peak_bytes'])} MiB.")
         if not row["equal"]:
-            broken.append(
-                f"{place}: {len(row['differing'])} parts differ from plain eager, first {row['differing'][0]}."
-            )
+            broken.append(f"{place}: {len(row['differing'])} parts differ from plain eager, first {row['differing'][0]}.")
         if row["percent"] == IDLE_PERCENT and row["installed"]:
             broken.append(f"{place}: the step fits as it is and something was installed.")
         if row["cpu_time_ratio"] > MAX_TIME_RATIO:
@@ -187,8 +185,7 @@ def draw_table(document: dict[str, Any]) -> str:
     about = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     machine = document["hardware"]
     lines = [
-        f"{about}; {machine['cpu']}, {machine['num_cores']} cores, one thread; "
-        f"commit {document['commit']}; {document['date']}",
+        f"{about}; {machine['cpu']}, {machine['num_cores']} cores, one thread; commit {document['commit']}; {document['date']}",
         "",
         HEADER,
         *(draw_row(row) for row in document["rows"]),
@@ -211,9 +208,7 @@ def describe_machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = models[0] if models else cpu
     return {
         "versions": {"python": platform.python_version()} | {name: _find_version(name) for name in names},

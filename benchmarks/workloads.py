@@ -72,9 +72,7 @@ class Workload:
     def make(self, device: str | torch.device = "cpu") -> Setup:
         torch.manual_seed(SEED)
         setup = self.build(torch.device(device))
-        torch.manual_seed(
-            SEED + 1
-        )  # the steps' own random stream: the same on every device, whatever the building drew
+        torch.manual_seed(SEED + 1)  # the steps' own random stream: the same on every device, whatever the building drew
         return setup
 
 
@@ -127,9 +125,7 @@ class BertLayer(nn.Module):
 
 
 class BertForQuestionAnswering(nn.Module):
-    def __init__(
-        self, vocabulary: int, length: int, width: int, num_heads: int, num_layers: int, dropout: float = 0.1
-    ) -> None:
+    def __init__(self, vocabulary: int, length: int, width: int, num_heads: int, num_layers: int, dropout: float = 0.1) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(vocabulary, width)
         self.position_embeddings = nn.Embedding(length, width)
@@ -214,9 +210,7 @@ class GPT(nn.Module):
         self.head.weight = self.token_embeddings.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.token_embeddings(tokens) + self.position_embeddings(
-            torch.arange(tokens.shape[1], device=tokens.device)
-        )
+        x = self.token_embeddings(tokens) + self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))  # (B, T, C) -> (B, T, V)

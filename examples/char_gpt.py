@@ -22,9 +22,7 @@ class Block(nn.Module):
         self.num_heads, self.dropout = num_heads, dropout
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
 
     def attend(self, x: Tensor) -> Tensor:
         size, length, width = x.shape
@@ -40,9 +38,7 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    def __init__(
-        self, num_letters: int, length: int, width: int, num_heads: int, num_layers: int, dropout: float
-    ) -> None:
+    def __init__(self, num_letters: int, length: int, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
         super().__init__()
         self.letters, self.places = nn.Embedding(num_letters, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_layers))

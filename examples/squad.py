@@ -61,9 +61,7 @@ def split_words(text: str) -> list[tuple[str, int, int]]:
 
 def build_vocabulary(questions: list[Question]) -> dict[str, int]:
     """Word -> number, for every word in the data; 0 to 3 are the special tokens."""
-    words = {
-        word for question in questions for text in (question.text, question.context) for word, *_ in split_words(text)
-    }
+    words = {word for question in questions for text in (question.text, question.context) for word, *_ in split_words(text)}
     return {word: number for number, word in enumerate(sorted(words), start=SEP + 1)}
 
 
@@ -103,6 +101,4 @@ def find_answer(
 def count_exact(questions: list[Question], encoded: Encoded, start_logits: Tensor, end_logits: Tensor) -> int:
     """How many questions are answered word for word. Logits: (B, T)."""
     found = zip(questions, start_logits.tolist(), end_logits.tolist(), encoded.spans, strict=True)
-    return sum(
-        question.context[find_answer(starts, ends, spans)] == question.answer for question, starts, ends, spans in found
-    )
+    return sum(question.context[find_answer(starts, ends, spans)] == question.answer for question, starts, ends, spans in found)

@@ -52,10 +52,7 @@ def test_no_example_knows_of_memfit() -> None:
 def test_every_answer_of_the_questions_stands_where_the_file_says() -> None:
     articles = json.loads((EXAMPLES / "data" / "squad_small.json").read_text(encoding="utf-8"))["data"]
     questions = [
-        (paragraph["context"], qa)
-        for article in articles
-        for paragraph in article["paragraphs"]
-        for qa in paragraph["qas"]
+        (paragraph["context"], qa) for article in articles for paragraph in article["paragraphs"] for qa in paragraph["qas"]
     ]
     assert (len(articles), len(questions), len({qa["id"] for _, qa in questions})) == (40, 120, 120)
     for context, qa in questions:

@@ -112,9 +112,7 @@ def _count_callbacks() -> int:
     """How many profiler callbacks see one operation: more than before where one was left behind."""
     torch.autograd._enable_profiler_legacy(torch.autograd.ProfilerConfig(*LEGACY_CONFIG))
     torch.arange(3)
-    return sum(
-        event.name() == "aten::arange" for thread in torch.autograd._disable_profiler_legacy() for event in thread
-    )
+    return sum(event.name() == "aten::arange" for thread in torch.autograd._disable_profiler_legacy() for event in thread)
 
 
 def test_baseline_counts_a_storage_once_and_a_gradient_nobody_holds() -> None:

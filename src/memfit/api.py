@@ -94,7 +94,9 @@ def trace(train_step: Callable[[], Any], num_steps: int = 2) -> Trace:
         for _ in range(num_steps):
             train_step()
     if not session.traces:
-        raise TraceError("train_step ran without an optimizer step, so there is no step to trace. It must call optimizer.step().")
+        raise TraceError(
+            "train_step ran without an optimizer step, so there is no step to trace. It must call optimizer.step()."
+        )
     return session.traces[-1]
 
 

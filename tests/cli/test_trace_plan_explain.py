@@ -152,9 +152,7 @@ def test_without_a_verb_the_verbs_are_listed(memfit):
     assert [word in out + err for word in ("run", "trace", "plan", "explain")] == [True] * 4
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["explain", "recompute"], ["plan", "TRACE", "--budget", "1G"]]
-)
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["explain", "recompute"], ["plan", "TRACE", "--budget", "1G"]])
 def test_what_needs_no_torch_does_not_import_it(words, tmp_path):
     TRACE.save(tmp_path / "trace.json")
     program = (

@@ -55,9 +55,7 @@ def test_a_plan_file_is_indented_for_people(path):
 
 
 def test_a_missing_plan_is_refused_with_the_remedy(path):
-    with pytest.raises(
-        PlanError, match=r"plan\.json cannot be read: No such file.*memfit plan trace\.json --budget SIZE"
-    ):
+    with pytest.raises(PlanError, match=r"plan\.json cannot be read: No such file.*memfit plan trace\.json --budget SIZE"):
         Plan.load(path)
 
 

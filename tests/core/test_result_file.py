@@ -97,9 +97,7 @@ def test_ratios_are_unknown_where_a_number_is():
 
 
 def test_a_missing_result_is_refused_with_the_remedy(path):
-    with pytest.raises(
-        MemfitError, match=r"cannot be read: No such file.*memfit run --budget SIZE --json result\.json"
-    ):
+    with pytest.raises(MemfitError, match=r"cannot be read: No such file.*memfit run --budget SIZE --json result\.json"):
         Result.load(path)
 
 

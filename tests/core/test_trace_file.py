@@ -66,9 +66,7 @@ def test_tables_are_written_as_columns_and_rows(path):
 
 
 def test_a_missing_file_is_refused_with_the_remedy(path):
-    with pytest.raises(
-        TraceError, match=r"trace\.json cannot be read: No such file.*memfit trace SCRIPT -o trace\.json"
-    ):
+    with pytest.raises(TraceError, match=r"trace\.json cannot be read: No such file.*memfit trace SCRIPT -o trace\.json"):
         Trace.load(path)
 
 

@@ -200,9 +200,7 @@ def test_content_from_outside_overwritten_before_backward_is_remembered(write, h
 
 
 @evictions
-@pytest.mark.parametrize(
-    "options", [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}], ids=str)
 @pytest.mark.parametrize("is_training", [True, False])
 def test_batch_norm_statistics_are_written_once(options: dict, is_training: bool, how: str) -> None:
     def forward(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -413,9 +411,7 @@ def test_two_hundred_steps_keep_no_tensor_and_no_object(how: str) -> None:
             tape._kept.clear()
             if number in (50, 199):
                 objects = gc.get_objects()
-                counts.append(
-                    (sum(issubclass(type(each), torch.Tensor) for each in objects), len(objects), len(tape._cells))
-                )
+                counts.append((sum(issubclass(type(each), torch.Tensor) for each in objects), len(objects), len(tape._cells)))
                 del objects
     finally:
         gc.enable()

@@ -102,9 +102,7 @@ def test_a_budget_below_the_floor_is_refused_with_the_floor_and_what_stands_in_t
     weight = step.external(40)
     step.release(step.call("linear", [weight], 10, saves_result=True, extra_bytes=5))
     step.backward(gradients=False)
-    with pytest.raises(
-        BudgetError, match=r"^49 B is too small\. The best plan found needs 50 B \(50 bytes\)"
-    ) as caught:
+    with pytest.raises(BudgetError, match=r"^49 B is too small\. The best plan found needs 50 B \(50 bytes\)") as caught:
         plan(step.trace(), 49)
     assert caught.value.needed_bytes == 50
     assert "in the forward phase, memory holds parameter 40 B, activation 10 B" in str(caught.value)

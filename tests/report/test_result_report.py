@@ -115,9 +115,7 @@ def test_the_headline_of_a_refused_budget_says_when_it_was_refused():
     assert headline(exit_reason="budget", num_steps=0) == (
         "memfit: train.py was stopped before its first step ended: 3.00 GiB is too small"
     )
-    assert (
-        headline(exit_reason="budget", num_steps=4) == "memfit: train.py was stopped in step 5: 3.00 GiB is too small"
-    )
+    assert headline(exit_reason="budget", num_steps=4) == "memfit: train.py was stopped in step 5: 3.00 GiB is too small"
 
 
 def test_a_run_without_a_budget_is_not_over_it():

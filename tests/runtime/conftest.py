@@ -90,7 +90,9 @@ class Scripts:
 
     def write(self, source: str, name: str = "train.py") -> str:
         (self.directory / "helper.py").write_text(HELPER)
-        (self.directory / name).write_text("import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n" + source)
+        (self.directory / name).write_text(
+            "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n" + source
+        )
         return str(self.directory / name)
 
     def run_plain(self, path: str, *args: str) -> tuple[str, int]:

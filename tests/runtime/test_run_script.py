@@ -86,7 +86,9 @@ def test_ctrl_c_reaches_the_script_and_ends_with_130(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(memfit.__file__).parents[1])}
     words = [sys.executable, "-m", "memfit", "run", "--budget", "1GiB", "--json", "out.json", "train.py"]
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ours:
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as ours:
         assert ours.stdout.readline() == "ready\n"
         time.sleep(0.1)
         ours.send_signal(signal.SIGINT)
@@ -115,7 +117,18 @@ def test_the_command_trains_in_the_budget_and_keeps_standard_output_clean(script
     path = scripts.write(PLAIN)
     plain, _ = scripts.run_plain(path)
     budget = scripts.budget(0.7, path)
-    ours = run("-m", "memfit", "run", "--budget", str(budget), "--json", "out.json", "train.py", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    ours = run(
+        "-m",
+        "memfit",
+        "run",
+        "--budget",
+        str(budget),
+        "--json",
+        "out.json",
+        "train.py",
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": "1"},
+    )
     assert (ours.returncode, ours.stdout) == (0, plain)
     assert "yes, bit for bit" in ours.stderr
     data = json.loads((tmp_path / "out.json").read_text())
@@ -243,13 +256,17 @@ def refusal(scripts, source: str, kind: type[MemfitError], match: str, **options
 
 def test_a_budget_below_parameters_and_optimizer_state_is_refused_before_the_first_forward(scripts):
     source = SETUP + "print('made')\nfor i in range(3):" + STEP
-    result = refusal(scripts, source, BudgetError, r"parameters \(.*\), their gradients and the optimizer's state hold", budget=40_000)
+    result = refusal(
+        scripts, source, BudgetError, r"parameters \(.*\), their gradients and the optimizer's state hold", budget=40_000
+    )
     assert result.exit_reason == "budget"
     assert scripts.capsys.readouterr().out == ""
 
 
 def test_a_budget_no_plan_can_meet_is_refused_before_a_parameter_changed(scripts):
-    source = SETUP + "before = digest(model)\ntry:\n  for i in range(3):" + STEP + "finally:\n  print(before == digest(model))\n"
+    source = (
+        SETUP + "before = digest(model)\ntry:\n  for i in range(3):" + STEP + "finally:\n  print(before == digest(model))\n"
+    )
     path = scripts.write(source.replace("digest(model)", "[p.sum().item() for p in model.parameters()]"))
     budget = scripts.budget(0.3, path)
     out, ran = scripts.run(path, budget=budget)
@@ -281,7 +298,9 @@ def test_a_compiled_loss_is_refused(scripts):
 
 def test_data_parallel_is_refused(scripts):
     source = SETUP + "model = nn.DataParallel(model)\nmodel.device_ids = [0, 1]\nfor i in range(3):" + STEP
-    refusal(scripts, source, UnsupportedError, "^The model uses DataParallel, .* Use DistributedDataParallel, or a single device")
+    refusal(
+        scripts, source, UnsupportedError, "^The model uses DataParallel, .* Use DistributedDataParallel, or a single device"
+    )
 
 
 def test_a_model_on_several_devices_is_refused(scripts):
@@ -305,7 +324,9 @@ def test_a_script_that_uses_memfit_itself_is_refused(scripts):
 
 
 def test_an_out_of_memory_error_tells_what_was_planned_and_seen_and_leaves_no_hooks(scripts):
-    source = SETUP + "for i in range(6):" + STEP + "    if i == 4: raise torch.OutOfMemoryError('CUDA out of memory. Tried 2 GiB')\n"
+    source = (
+        SETUP + "for i in range(6):" + STEP + "    if i == 4: raise torch.OutOfMemoryError('CUDA out of memory. Tried 2 GiB')\n"
+    )
     path = scripts.write(source)
     budget = scripts.budget(0.7, path)
     _, ran = scripts.run(path, budget=budget)

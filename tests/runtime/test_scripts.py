@@ -37,7 +37,9 @@ def test_a_generous_budget_changes_nothing(scripts):
 
 
 def test_evaluation_under_no_grad_between_epochs(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 for epoch in range(3):
     for i in range(3):
         x, y = batch(i)
@@ -49,7 +51,9 @@ for epoch in range(3):
     with torch.no_grad():
         print("accuracy", (model(batch(99)[0]).argmax(1) == batch(99)[1]).float().mean().item())
     model.train()
-""" + END
+"""
+        + END
+    )
     result = scripts.compare(source).result
     per_step = result.certificate.num_evicted / result.num_planned_steps
     alone = scripts.compare(PLAIN).result
@@ -57,7 +61,9 @@ for epoch in range(3):
 
 
 def test_gradients_accumulate_over_micro_batches(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 for i in range(6):
     optimizer.zero_grad()
     for part in range(3):
@@ -65,12 +71,16 @@ for i in range(6):
         loss = F.cross_entropy(model(x), y) / 3
         loss.backward()
     optimizer.step()
-""" + END
+"""
+        + END
+    )
     assert scripts.compare(source).result.installed
 
 
 def test_gradients_are_clipped_and_the_learning_rate_follows_a_schedule(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6)
 for i in range(6):
     x, y = batch(i)
@@ -80,12 +90,15 @@ for i in range(6):
     print(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
     optimizer.step()
     schedule.step()
-""" + END
+"""
+        + END
+    )
     assert scripts.compare(source).result.installed
 
 
 @pytest.mark.xfail(
-    strict=False, reason="step 2 is planned as if gradients left when backward begins; these stay, so it goes over by their bytes"
+    strict=False,
+    reason="step 2 is planned as if gradients left when backward begins; these stay, so it goes over by their bytes",
 )
 def test_gradients_that_are_zeroed_in_place(scripts):
     source = PLAIN.replace("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)")
@@ -93,7 +106,9 @@ def test_gradients_that_are_zeroed_in_place(scripts):
 
 
 def test_a_grad_scaler_with_bfloat16_autocast(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
 for i in range(6):
     x, y = batch(i)
@@ -105,12 +120,16 @@ for i in range(6):
     scaler.step(optimizer)
     scaler.update()
 print(scaler.get_scale())
-""" + END
+"""
+        + END
+    )
     assert scripts.compare(source).result.installed
 
 
 def test_a_grad_scaler_that_skips_its_first_steps(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-60)
 for i in range(8):
     x, y = batch(i)
@@ -120,46 +139,64 @@ for i in range(8):
     scaler.step(optimizer)
     scaler.update()
 print(scaler.get_scale())
-""" + END
+"""
+        + END
+    )
     scripts.compare(source)
 
 
 def test_gradient_hooks_of_the_scripts(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 seen = []
 model.blocks[2].linear.weight.register_hook(lambda grad: grad * 0.5)
 model.blocks[1].register_full_backward_hook(lambda module, before, after: seen.append(after[0].sum().item()))
 model.last.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().item()))
-for i in range(6):""" + STEP + END + "print(seen)\n"
+for i in range(6):"""
+        + STEP
+        + END
+        + "print(seen)\n"
+    )
     assert scripts.compare(source).result.installed
 
 
 def test_variable_sequence_lengths(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 for i in range(10):
     x, y = batch(i, [300, 512, 280, 512, 450, 511, 128, 300, 512, 90][i])
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
-""" + END
+"""
+        + END
+    )
     assert scripts.compare(source).result.installed
 
 
 def test_a_step_longer_than_all_that_were_measured(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 for i in range(6):
     x, y = batch(i, 700 if i == 4 else 300)
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
-""" + END
+"""
+        + END
+    )
     scripts.compare(source, share=1.5)
 
 
 def test_an_exception_the_script_catches_itself(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 for i in range(8):
     x, y = batch(i)
     optimizer.zero_grad()
@@ -170,15 +207,22 @@ for i in range(8):
         continue
     loss.backward()
     optimizer.step()
-""" + END
+"""
+        + END
+    )
     assert scripts.compare(source).result.installed
 
 
-NEVER_BACKWARD = SETUP + """
+NEVER_BACKWARD = (
+    SETUP
+    + """
 for i in range(8):
     loss = F.cross_entropy(model(batch(i + 100)[0]), batch(i)[1])  # with a graph that no backward visits
     print(loss.item())
-    del loss""" + STEP + END
+    del loss"""
+    + STEP
+    + END
+)
 
 
 @pytest.mark.xfail(strict=False, reason="what the plan pinned for a graph that died stays until backward; no plan foresees it")
@@ -186,7 +230,9 @@ def test_a_forward_pass_that_no_backward_follows(scripts):
     scripts.compare(NEVER_BACKWARD)
 
 
-@pytest.mark.xfail(strict=False, reason="the forward pass moves the places of the step, which then runs as if nothing was planned")
+@pytest.mark.xfail(
+    strict=False, reason="the forward pass moves the places of the step, which then runs as if nothing was planned"
+)
 def test_a_forward_pass_that_no_backward_follows_now_and_then(scripts):
     result = scripts.compare(NEVER_BACKWARD.replace("range(8):", "range(8):\n  if i in (3, 5):")).result
     alone = scripts.compare(PLAIN).result
@@ -250,13 +296,17 @@ for width, kind in ((16, torch.optim.RMSprop), (32, torch.optim.Adam), (8, torch
 
 
 def test_two_models_made_together_and_trained_one_after_the_other(scripts):
-    source = """
+    source = (
+        """
 from helper import *
 torch.manual_seed(0)
 models = [Net(16), Net(32)]
 optimizers = [torch.optim.Adam(model.parameters()) for model in models]
 for model, optimizer in zip(models, optimizers):
-    for i in range(6):""" + STEP.replace("    ", "        ") + "    print(loss.item(), digest(model, optimizer))\n"
+    for i in range(6):"""
+        + STEP.replace("    ", "        ")
+        + "    print(loss.item(), digest(model, optimizer))\n"
+    )
     path = scripts.write(source)
     plain, _ = scripts.run_plain(path)
     out, ran = scripts.run(path, budget=scripts.budget(1.5, path))
@@ -266,7 +316,9 @@ for model, optimizer in zip(models, optimizers):
 
 
 def test_an_optimizer_that_joins_later(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 for parameter in model.first.parameters():
     parameter.requires_grad_(False)
 for i in range(8):
@@ -274,12 +326,17 @@ for i in range(8):
         for parameter in model.first.parameters():
             parameter.requires_grad_(True)
         optimizer = torch.optim.AdamW(model.parameters())
-""" + STEP + END
+"""
+        + STEP
+        + END
+    )
     assert scripts.compare(source).result.installed
 
 
 def test_an_optimizer_with_a_closure(scripts):
-    source = SETUP.replace("Adam(model.parameters(), lr=1e-3)", "LBFGS(model.parameters(), max_iter=3)") + """
+    source = (
+        SETUP.replace("Adam(model.parameters(), lr=1e-3)", "LBFGS(model.parameters(), max_iter=3)")
+        + """
 for i in range(4):
     def closure():
         optimizer.zero_grad()
@@ -289,12 +346,15 @@ for i in range(4):
     loss = optimizer.step(closure)
 print(loss.item(), digest(model))
 """
+    )
     scripts.compare(source, share=1.2)  # its history grows with every step, which no trace of the first ones shows
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_script_that_checkpoints_by_itself(scripts, reentrant):
-    source = SETUP + f"""
+    source = (
+        SETUP
+        + f"""
 from torch.utils.checkpoint import checkpoint
 def forward(x):
     x = model.first(x)
@@ -307,12 +367,16 @@ for i in range(6):
     loss = F.cross_entropy(forward(x), y)
     loss.backward()
     optimizer.step()
-""" + END
+"""
+        + END
+    )
     scripts.compare(source, share=0.85)
 
 
 def test_saved_tensor_hooks_of_the_script(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 packed = []
 def pack(tensor):
     packed.append(tensor.numel())
@@ -328,12 +392,16 @@ for i in range(6):
     loss.backward()
     optimizer.step()
 print(len(packed), sum(packed))
-""" + END
+"""
+        + END
+    )
     scripts.compare(source, share=0.85)
 
 
 def test_double_backward(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 for i in range(6):
     x, y = batch(i)
     x.requires_grad_()
@@ -343,12 +411,16 @@ for i in range(6):
     loss = F.cross_entropy(out, y) + slope.square().sum()
     loss.backward()
     optimizer.step()
-""" + END
+"""
+        + END
+    )
     scripts.compare(source, share=1.05)  # what two graphs share is not evicted: below its own peak it is refused
 
 
 def test_two_backward_passes_over_one_graph(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 for i in range(6):
     x, y = batch(i)
     optimizer.zero_grad()
@@ -356,12 +428,15 @@ for i in range(6):
     loss.backward(retain_graph=True)
     (0.5 * loss).backward()
     optimizer.step()
-""" + END
+"""
+        + END
+    )
     scripts.compare(source, share=1.0)  # what came back stays for the second pass
 
 
 def test_batch_norm_in_place_relu_and_frozen_layers(scripts):
-    source = """
+    source = (
+        """
 from helper import *
 torch.manual_seed(0)
 model = nn.Sequential(*(layer for i in range(4) for layer in (
@@ -374,13 +449,17 @@ for i in range(6):
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
-""" + END
+"""
+        + END
+    )
     result = scripts.compare(source, share=0.85).result
     assert result.certificate.buffers_equal
 
 
 def test_workers_of_a_data_loader_find_the_scripts_classes_and_nothing_of_memfit(scripts):
-    source = SETUP + """
+    source = (
+        SETUP
+        + """
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 2048
@@ -395,17 +474,24 @@ for epoch in range(2):
         loss.backward()
         optimizer.step()
         print(depth.sum().item())
-""" + END
+"""
+        + END
+    )
     scripts.compare(source)
 
 
 def test_a_default_device_and_a_context_around_the_model(scripts):
-    source = """
+    source = (
+        """
 from helper import *
 torch.manual_seed(0)
 torch.set_default_device("cpu")
 with torch.device("cpu"):
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-for i in range(6):""" + STEP + END + "print(torch._C._len_torch_function_stack() > 3)\ntorch.set_default_device(None)\n"
+for i in range(6):"""
+        + STEP
+        + END
+        + "print(torch._C._len_torch_function_stack() > 3)\ntorch.set_default_device(None)\n"
+    )
     assert scripts.compare(source).result.installed

@@ -37,20 +37,14 @@ def run(
         str | None,
         typer.Option(metavar="SIZE", help="Bytes the whole step may take, like 3GiB. Default: the card's free bytes."),
     ] = None,
-    allow: Annotated[
-        Exactness, typer.Option(help="How far results may differ from plain PyTorch.")
-    ] = Exactness.bitwise,
+    allow: Annotated[Exactness, typer.Option(help="How far results may differ from plain PyTorch.")] = Exactness.bitwise,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this plan instead of measuring first.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the result as JSON.")] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write the report as text, or as HTML for *.html.")
-    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the report as text, or as HTML for *.html.")] = None,
     verify: Annotated[
         str, typer.Option(metavar="N|always|off", help="Compare restored tensors in the first N planned steps.")
     ] = "3",
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="All moves; progress; tracebacks of errors.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="All moves; progress; tracebacks of errors.")] = False,
 ) -> None:
     """Run SCRIPT inside a memory budget, with the same results.
 

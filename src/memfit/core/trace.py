@@ -173,5 +173,3 @@ def _rows(row_class: type, table: dict[str, Any]) -> tuple[Any, ...]:
         row_class(**{c: tuple(v) if isinstance(v, list) else v for c, v in zip(columns, row, strict=True)})
         for row in table["rows"]
     )
-
-

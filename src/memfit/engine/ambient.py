@@ -26,9 +26,7 @@ def set_random_state(state: RandomState) -> None:
 
 
 def same_random_state(one: RandomState, other: RandomState) -> bool:
-    return torch.equal(one[0], other[0]) and all(
-        torch.equal(a, b) for (_, a), (_, b) in zip(one[1], other[1], strict=True)
-    )
+    return torch.equal(one[0], other[0]) and all(torch.equal(a, b) for (_, a), (_, b) in zip(one[1], other[1], strict=True))
 
 
 def autocast_state() -> Autocast:
@@ -60,9 +58,7 @@ def _set_attention_flags(flags: tuple[bool, ...]) -> None:
 
 
 @contextmanager
-def surroundings(
-    state: RandomState | None, autocast: Autocast, flags: tuple[bool, ...] | None
-) -> Iterator[None]:
+def surroundings(state: RandomState | None, autocast: Autocast, flags: tuple[bool, ...] | None) -> Iterator[None]:
     """Run the body as if it stood where the call stood; afterwards everything is as before."""
     with ExitStack() as stack:
         if state is not None:
@@ -76,7 +72,5 @@ def surroundings(
             wanted = device_type in enabled
             if wanted or torch.is_autocast_enabled(device_type):
                 # The weight cache of the user's own autocast must not receive what a replay casts.
-                stack.enter_context(
-                    torch.autocast(device_type, enabled.get(device_type), enabled=wanted, cache_enabled=False)
-                )
+                stack.enter_context(torch.autocast(device_type, enabled.get(device_type), enabled=wanted, cache_enabled=False))
         yield

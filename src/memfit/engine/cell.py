@@ -43,8 +43,24 @@ class Cell:
     """
 
     __slots__ = (
-        "call", "position", "previous", "ref", "nbytes", "device", "version", "storage", "need",
-        "keep", "evict", "written", "pinned", "handles", "fingerprint", "probe", "probe_version", "__weakref__",
+        "__weakref__",
+        "call",
+        "device",
+        "evict",
+        "fingerprint",
+        "handles",
+        "keep",
+        "nbytes",
+        "need",
+        "pinned",
+        "position",
+        "previous",
+        "probe",
+        "probe_version",
+        "ref",
+        "storage",
+        "version",
+        "written",
     )  # fmt: skip
 
     def __init__(self, ref: StorageRef, nbytes: int, device: torch.device, version: int) -> None:
@@ -111,8 +127,23 @@ class Call:
     """
 
     __slots__ = (
-        "func", "place", "module", "location", "seq", "args", "kwargs", "values", "inputs", "writes", "outputs",
-        "random_state", "autocast", "attention_flags", "num_wanted", "num_saved", "index",
+        "args",
+        "attention_flags",
+        "autocast",
+        "func",
+        "index",
+        "inputs",
+        "kwargs",
+        "location",
+        "module",
+        "num_saved",
+        "num_wanted",
+        "outputs",
+        "place",
+        "random_state",
+        "seq",
+        "values",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, func: Callable[..., Any], place: str, module: str, location: str, seq: int) -> None:
@@ -145,7 +176,7 @@ class Handle:
         are, so it is done here.
     """
 
-    __slots__ = ("tape", "cell", "geometry", "alias", "probe", "version", "__weakref__")
+    __slots__ = ("__weakref__", "alias", "cell", "geometry", "probe", "tape", "version")
 
     def __init__(self, tape: Tape, cell: Cell, tensor: torch.Tensor) -> None:
         self.tape = tape

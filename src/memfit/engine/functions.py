@@ -7,41 +7,25 @@ worst case (it may write, it may draw).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 # Calls that make no new content and save no tensor for backward: attribute reads, shape queries, pure views.
 _LOOKING = frozenset(
-    """size dim ndimension stride storage_offset numel nelement element_size is_contiguous is_floating_point is_complex
-    is_signed is_inference is_shared is_pinned data_ptr untyped_storage storage get_device type_as_tuple item tolist numpy
-    __len__ __hash__ __repr__ __str__ __format__ __bool__ __int__ __float__ __index__ __contains__ __iter__ __deepcopy__
-    __reduce_ex__ __setstate__ __dir__ __dlpack__ __dlpack_device__ __array__ __cuda_array_interface__
-    backward grad register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ is_same_size is_nonzero
-    has_names share_memory_ pin_memory record_stream module_load equal is_tensor is_storage is_floating_point
-    view transpose permute expand expand_as view_as unsqueeze squeeze select narrow split split_with_sizes chunk unbind t
-    as_strided movedim moveaxis swapaxes swapdims diagonal unfold detach alias unflatten tensor_split hsplit vsplit dsplit
-    result_type can_cast promote_types broadcast_shapes is_grad_enabled get_default_dtype""".split()
+    ["size", "dim", "ndimension", "stride", "storage_offset", "numel", "nelement", "element_size", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_pinned", "data_ptr", "untyped_storage", "storage", "get_device", "type_as_tuple", "item", "tolist", "numpy", "__len__", "__hash__", "__repr__", "__str__", "__format__", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__iter__", "__deepcopy__", "__reduce_ex__", "__setstate__", "__dir__", "__dlpack__", "__dlpack_device__", "__array__", "__cuda_array_interface__", "backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "is_same_size", "is_nonzero", "has_names", "share_memory_", "pin_memory", "record_stream", "module_load", "equal", "is_tensor", "is_storage", "is_floating_point", "view", "transpose", "permute", "expand", "expand_as", "view_as", "unsqueeze", "squeeze", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind", "t", "as_strided", "movedim", "moveaxis", "swapaxes", "swapdims", "diagonal", "unfold", "detach", "alias", "unflatten", "tensor_split", "hsplit", "vsplit", "dsplit", "result_type", "can_cast", "promote_types", "broadcast_shapes", "is_grad_enabled", "get_default_dtype"]
 )
 _FOREIGN = frozenset(  # random draws from a generator of the caller's, or effects outside the tensors
-    "set_ resize_ resize_as_ apply_ map_ map2_ put_ swap_tensors".split()
+    ["set_", "resize_", "resize_as_", "apply_", "map_", "map2_", "put_", "swap_tensors"]
 )
 # Not reproducible bit for bit on CUDA (torch.use_deterministic_algorithms documents the list): never replayed there.
 _NONDETERMINISTIC_ON_CUDA = frozenset(
-    """scatter_add scatter_add_ index_add index_add_ index_put index_put_ scatter_reduce scatter_reduce_ put_ bincount histc
-    kthvalue median cumsum index_copy index_copy_ scatter scatter_ grid_sample ctc_loss embedding_bag""".split()
+    ["scatter_add", "scatter_add_", "index_add", "index_add_", "index_put", "index_put_", "scatter_reduce", "scatter_reduce_", "put_", "bincount", "histc", "kthvalue", "median", "cumsum", "index_copy", "index_copy_", "scatter", "scatter_", "grid_sample", "ctc_loss", "embedding_bag"]
 )
 # Names of torch.nn.functional that are no operator names, cleared of randomness by reading their source (torch 2.13).
 _NOT_RANDOM = frozenset(
-    """cross_entropy nll_loss binary_cross_entropy smooth_l1_loss l1_loss mse_loss kl_div normalize interpolate upsample
-    one_hot pad adaptive_avg_pool2d adaptive_max_pool2d max_pool1d max_pool2d max_pool3d avg_pool1d batch_norm layer_norm
-    group_norm instance_norm rms_norm softmax log_softmax softmin relu relu6 elu selu celu leaky_relu silu mish gelu glu
-    hardtanh hardswish hardsigmoid softplus softsign tanhshrink tanh sigmoid logsigmoid threshold prelu embedding linear
-    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
-    __rdiv__ __div__ __pow__ __rpow__ __neg__ __matmul__ __rmatmul__ __getitem__ __setitem__ __abs__ __and__ __or__ __xor__
-    __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __mod__ __floordiv__ einsum stack cat concat split norm meshgrid
-    tensordot cosine_similarity pairwise_distance""".split()
+    ["cross_entropy", "nll_loss", "binary_cross_entropy", "smooth_l1_loss", "l1_loss", "mse_loss", "kl_div", "normalize", "interpolate", "upsample", "one_hot", "pad", "adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "softmax", "log_softmax", "softmin", "relu", "relu6", "elu", "selu", "celu", "leaky_relu", "silu", "mish", "gelu", "glu", "hardtanh", "hardswish", "hardsigmoid", "softplus", "softsign", "tanhshrink", "tanh", "sigmoid", "logsigmoid", "threshold", "prelu", "embedding", "linear", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__rdiv__", "__div__", "__pow__", "__rpow__", "__neg__", "__matmul__", "__rmatmul__", "__getitem__", "__setitem__", "__abs__", "__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__mod__", "__floordiv__", "einsum", "stack", "cat", "concat", "split", "norm", "meshgrid", "tensordot", "cosine_similarity", "pairwise_distance"]
 )
 # Functions that write running statistics without moving the tensors' versions (torch 2.13: `_version` stays 0): where the two
 # statistics stand among the arguments, and where the flag that says whether they are written or read.
@@ -55,20 +39,20 @@ _STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], tuple[int, str], tu
 READS_ATTENTION_FLAGS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
 
-@lru_cache(maxsize=None)
+@cache
 def name_of(func: Callable[..., Any]) -> str:
     """The function's own name: 'linear', '__mul__', 'relu_'."""
     return getattr(func, "__name__", None) or type(func).__name__
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_looking(func: Callable[..., Any]) -> bool:
     """Whether the call makes no new content and saves nothing for backward."""
     name = name_of(func)
     return name in ("__get__", "__set__", "__delete__") or name in _LOOKING
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_writing(func: Callable[..., Any]) -> bool:
     """Whether the name says that the call overwrites its first argument (or, for fused and foreach, its lists)."""
     name = name_of(func)
@@ -77,13 +61,13 @@ def is_writing(func: Callable[..., Any]) -> bool:
     return name.endswith("_")
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_foreign(func: Callable[..., Any]) -> bool:
     """Whether the call does what no replay can do again: it changes a storage's size or runs a Python callback."""
     return name_of(func) in _FOREIGN
 
 
-@lru_cache(maxsize=None)
+@cache
 def may_draw(func: Callable[..., Any]) -> bool:
     """Whether the call may move a random generator. Unknown functions may."""
     name = name_of(func)
@@ -98,7 +82,7 @@ def may_draw(func: Callable[..., Any]) -> bool:
     return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_reproducible_on_cuda(func: Callable[..., Any]) -> bool:
     """Whether the CUDA kernels of this name give the same bits each time."""
     return name_of(func) not in _NONDETERMINISTIC_ON_CUDA
@@ -109,15 +93,13 @@ def written_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     positions = _STATISTICS.get(func)
     if positions is None:
         return ()
-    mean, variance, flag = (
-        args[index] if index < len(args) else kwargs.get(name) for index, name in positions
-    )
+    mean, variance, flag = (args[index] if index < len(args) else kwargs.get(name) for index, name in positions)
     if flag is None:
         flag = func is torch.nn.functional.instance_norm  # the only one whose default is to use the batch's own
     return tuple(each for each in (mean, variance) if each is not None) if flag else ()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _writes_lists(func: Callable[..., Any]) -> bool:
     name = name_of(func)
     return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")

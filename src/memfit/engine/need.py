@@ -242,7 +242,7 @@ def _replay(
             found[position] = tensor.untyped_storage()
             if not missing and may_stop:
                 raise _Stop
-        return None
+        return
 
     with (
         surroundings(call.random_state, call.autocast, call.attention_flags),

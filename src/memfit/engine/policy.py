@@ -36,9 +36,7 @@ class Policy:
             section, path, invocation, ordinal, function = match.groups()
             self.num_sections = max(self.num_sections, int(section) + 1)
             frame = self._frames.setdefault((int(section), path, int(invocation)), {})
-            frame[int(ordinal)] = CallPolicy(
-                function, frozenset(evicted.get(place, ())), frozenset(kept.get(place, ()))
-            )
+            frame[int(ordinal)] = CallPolicy(function, frozenset(evicted.get(place, ())), frozenset(kept.get(place, ())))
 
     def frame(self, section: int, path: str, invocation: int) -> Frame | None:
         """The planned calls of one module invocation, or None."""

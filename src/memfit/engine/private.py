@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any

@@ -39,7 +39,7 @@ from memfit.engine.private import in_backward, is_in_compiled, is_transformed, r
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _PLAIN_DTYPES = frozenset(
-    getattr(torch, name) for name in "float32 float16 bfloat16 float64 int64 int32 int16 int8 uint8 bool".split()
+    getattr(torch, name) for name in ["float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
 )
 
 _COMPILED = (
@@ -70,7 +70,7 @@ class Observer(Protocol):
 class _Frame:
     """One module invocation on the stack."""
 
-    __slots__ = ("path", "invocation", "ordinal", "planned")
+    __slots__ = ("invocation", "ordinal", "path", "planned")
 
     def __init__(self, path: str, invocation: int, planned: dict[int, CallPolicy] | None) -> None:
         self.path = path
@@ -344,9 +344,7 @@ class Tape(TorchFunctionMode):
                 cell.written = False
         return result
 
-    def _record(
-        self, func: Any, types: Any, args: Any, kwargs: Any, frame: _Frame, entry: CallPolicy | None
-    ) -> Any:
+    def _record(self, func: Any, types: Any, args: Any, kwargs: Any, frame: _Frame, entry: CallPolicy | None) -> Any:
         name = functions.name_of(func)
         if entry is not None and entry.function != name:
             entry = None  # the program took another way this time: nothing planned here
@@ -418,9 +416,7 @@ class Tape(TorchFunctionMode):
             self._settle_handle(handle, call)
         return result
 
-    def _settle_writes(
-        self, call: Call, values: list[torch.Tensor], versions: list[int], is_recipe: bool
-    ) -> bool:
+    def _settle_writes(self, call: Call, values: list[torch.Tensor], versions: list[int], is_recipe: bool) -> bool:
         """Find what the call overwrote: argument 0 gets a successor cell; anything else but statistics is no recipe."""
         written = [index for index, tensor in enumerate(values) if tensor._version != versions[index]]
         for tensor, value in zip(values, call.values, strict=False):

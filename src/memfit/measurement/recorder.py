@@ -25,15 +25,14 @@ from memfit.measurement.backends import Backend
 from memfit.measurement.estimate import bytes_needed
 
 _LOSSES = frozenset(
-    """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy ctc_loss kl_div
-    binary_cross_entropy_with_logits cosine_embedding_loss margin_ranking_loss triplet_margin_loss""".split()
+    ["cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "ctc_loss", "kl_div", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss"]
 )
 
 
 class _Storage:
     """A storage while it is watched."""
 
-    __slots__ = ("index", "nbytes", "kind", "module", "location", "persistent", "own", "ref", "handles", "released")
+    __slots__ = ("handles", "index", "kind", "location", "module", "nbytes", "own", "persistent", "ref", "released")
 
     ref: StorageRef
 

@@ -85,9 +85,7 @@ def _move(trace: Trace, place: str, evict: list[int], pin: list[int], seconds: f
     )
 
 
-def _reason(
-    trace: Trace, evict: list[int], pin: list[int], evicted_bytes: int, pinned_bytes: int, seconds: float
-) -> str:
+def _reason(trace: Trace, evict: list[int], pin: list[int], evicted_bytes: int, pinned_bytes: int, seconds: float) -> str:
     def functions(cells: list[int]) -> str:
         bytes_by_function: Counter[str] = Counter()
         for cell in cells:

@@ -19,9 +19,7 @@ def open_console(file: IO[str] | None = None, *, stderr: bool = False, width: in
     Width is the terminal's up to MAX_WIDTH, and WIDTH in a pipe. Colour follows the terminal, NO_COLOR and FORCE_COLOR.
     """
     if file is None and not stderr and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # as standard error is: a strange name must not end the report
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: a strange name must not end the report
     console = Console(file=file, stderr=stderr, highlight=False, markup=False, emoji=False)
     console.width = width or (min(console.width, MAX_WIDTH) if console.is_terminal else WIDTH)
     return console

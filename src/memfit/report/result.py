@@ -97,9 +97,7 @@ def _before_and_after(result: Result) -> RenderableType:
             rows.append((label, Bar(num_bytes, whole, 28, style), format_size(num_bytes), note))
 
     eager_time = (
-        f"{format_seconds(result.eager_step_seconds)} a step (estimate)"
-        if result.eager_step_seconds is not None
-        else ""
+        f"{format_seconds(result.eager_step_seconds)} a step (estimate)" if result.eager_step_seconds is not None else ""
     )
     time = f"{format_seconds(result.step_seconds)} a step" if result.step_seconds is not None else ""
     if result.time_ratio is not None and result.installed:
@@ -135,9 +133,7 @@ def _facts(result: Result) -> list[tuple[str, str | Text]]:
 def _peak(result: Result) -> str:
     where = f"in {result.peak_phase}" if result.peak_phase else "phase not known"
     step = f" (step {result.peak_step})" if result.peak_step is not None else ""
-    share = (
-        f", {format_percent(result.peak_bytes or 0, result.budget_bytes)} of the budget" if result.budget_bytes else ""
-    )
+    share = f", {format_percent(result.peak_bytes or 0, result.budget_bytes)} of the budget" if result.budget_bytes else ""
     source = f"; read from {result.peak_source}" if result.peak_source else ""
     return f"{where}{step}{share}{source}"
 

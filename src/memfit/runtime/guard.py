@@ -24,7 +24,7 @@ _SEGMENTS_IN_ROOM = 3  # a restored segment may take a third of the room; fronti
 class _Segment:
     """Consecutive calls, cut where little was alive."""
 
-    __slots__ = ("number", "cells", "frontier", "nbytes", "evicted")
+    __slots__ = ("cells", "evicted", "frontier", "nbytes", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -109,9 +109,7 @@ class Guard:
         """Cut where little is alive that nobody has read yet, once the open segment is large enough to be worth it."""
         self._trim_frontiers()
         unread_bytes = sum(
-            cell.nbytes
-            for cell in self._open.cells
-            if cell not in self._last_read and self._recorder.is_held_by_program(cell)
+            cell.nbytes for cell in self._open.cells if cell not in self._last_read and self._recorder.is_held_by_program(cell)
         )
         if unread_bytes:
             self._unread_bytes.append(unread_bytes)

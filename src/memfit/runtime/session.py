@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memfit.core import result as core
 from memfit.core.breakdown import bytes_by
 from memfit.core.errors import BudgetError, MemfitError, PlanError, UnsupportedError
-from memfit.core.plan import BITWISE, Plan
+from memfit.core.plan import Plan
 from memfit.core.replay import replay
 from memfit.core.sizes import format_size
 from memfit.core.steady import steady
@@ -40,14 +40,16 @@ from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
 from memfit.measurement.recorder import Recorder
 from memfit.runtime.guard import Guard
-from memfit.runtime.watch import SizeWatch
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
+from memfit.runtime.watch import SizeWatch
 from memfit.techniques import recompute
 
 MakePlan = Callable[[Trace, int], Plan]
 OnProgress = Callable[[str, int, int | None], None]
 
-_MAX_RESTARTS_TOLD = 5  # a program that makes an optimizer every few steps is measured all the time; one need not say so each time
+_MAX_RESTARTS_TOLD = (
+    5  # a program that makes an optimizer every few steps is measured all the time; one need not say so each time
+)
 _active: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions between enter and exit; at most one
 
 _STATE_SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1}
@@ -639,7 +641,9 @@ class Session:
     def report(self) -> str:
         """The report as text of 80 columns without colour."""
         if self._draw is None:
-            raise MemfitError("This session was made without a way to draw its report. Use memfit.fit, or draw `session.result()`.")
+            raise MemfitError(
+                "This session was made without a way to draw its report. Use memfit.fit, or draw `session.result()`."
+            )
         return self._draw(self.result())
 
     def abandon(self) -> None:
@@ -718,4 +722,3 @@ def _refuse(model: torch.nn.Module | None) -> None:
                 "The model uses DataParallel, which runs forward in threads of its own where memfit cannot see it. "
                 "Use DistributedDataParallel, or a single device."
             )
-
