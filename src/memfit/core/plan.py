@@ -78,11 +78,12 @@ class Plan:
         data = load_json(path, FORMAT, VERSION, PlanError, remedy)
         del data["format"], data["version"]
         try:
-            moves = tuple(
-                Move(**{key: tuple(value) if isinstance(value, list) else value for key, value in move.items()})
-                for move in data.pop("moves")
-            )
+            moves = tuple(Move(**_tuples(row)) for row in data.pop("moves"))
             data["notes"] = tuple(data["notes"])
             return cls(moves=moves, **data)
         except (KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{path} is a damaged plan: {error} while reading it. {remedy}") from error
+
+
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}

@@ -318,7 +318,7 @@ class Tape(TorchFunctionMode):
 
     def _run_backward(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """A backward pass with the mode on: hooks that run inside it may overwrite what is needed."""
-        names = ("gradient", "retain_graph", "create_graph", "inputs")
+        names: tuple[str, ...] = ("gradient", "retain_graph", "create_graph", "inputs")
         if func is torch.autograd.backward:
             names = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
         given = dict(zip(names, args, strict=False)) | kwargs

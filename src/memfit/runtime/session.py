@@ -622,7 +622,7 @@ class Session:
                 verified_steps=self._num_verified,
                 mismatched_places=tuple(counts.mismatched_places),
             ),
-            eager_bytes_by_kind=bytes_by(trace, eager, "kind") if eager is not None else {},
+            eager_bytes_by_kind=bytes_by(trace, eager, "kind") if trace is not None and eager is not None else {},
             bytes_by_kind=self._peak_by_kind if is_measured else {},
             messages=tuple(self.messages),
             exit_reason=self._ending[0],
