@@ -244,7 +244,7 @@ def test_the_trace_of_a_single_step_says_so(scripts):
 
 def refusal(scripts, source: str, kind: type[MemfitError], match: str, **options) -> Result:
     """Run it; memfit must refuse, and no optimizer may have stepped."""
-    out, ran = scripts.run(scripts.write(source), **{"budget": BUDGET, **options})
+    _, ran = scripts.run(scripts.write(source), **{"budget": BUDGET, **options})
     assert isinstance(ran.error, kind), ran.error
     assert (ran.exit_code, ran.result.num_steps) == (2, 0)
     with pytest.raises(kind, match=match):
@@ -318,7 +318,7 @@ def test_training_in_a_thread_is_refused(scripts):
 
 def test_a_script_that_uses_memfit_itself_is_refused(scripts):
     source = SETUP + "import memfit\nwith memfit.fit(model, optimizer, '1GiB'):\n  for i in range(3):" + STEP
-    out, ran = scripts.run(scripts.write(source), budget=BUDGET)
+    _, ran = scripts.run(scripts.write(source), budget=BUDGET)
     assert isinstance(ran.error, UnsupportedError)
     assert "at work in this process already" in str(ran.error)
 
@@ -373,7 +373,7 @@ def test_fit_refuses_what_is_no_number_of_verified_steps(verify):
 
 
 def test_fit_refuses_an_unknown_exactness():
-    with pytest.raises(MemfitError, match="allow='exact' is no exactness. Give one of 'bitwise', 'reordered', 'approximate'"):
+    with pytest.raises(MemfitError, match=r"allow='exact' is no exactness\. Give one of 'bitwise', 'reordered', 'approximate'"):
         memfit.fit(budget="1GiB", allow="exact")
 
 

@@ -64,7 +64,7 @@ class Optimizers:
             if torch.optim.Optimizer.__init__ is init:  # else somebody wrapped it again; ours stays under it and does nothing
                 torch.optim.Optimizer.__init__ = original  # type: ignore[method-assign]
 
-        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
+        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
         return undo
 
     @property
