@@ -39,7 +39,8 @@ from memfit.engine.private import in_backward, is_in_compiled, is_transformed, r
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _PLAIN_DTYPES = frozenset(
-    getattr(torch, name) for name in ["float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
+    getattr(torch, name)
+    for name in ["float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
 )
 
 _COMPILED = (

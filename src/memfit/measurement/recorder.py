@@ -20,12 +20,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core import trace as core
 from memfit.engine.cell import Call, Cell, Handle, StorageRef
+from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, num_holders
 from memfit.measurement.backends import Backend
 from memfit.measurement.estimate import bytes_needed
 
 _LOSSES = frozenset(
-    ["cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "ctc_loss", "kl_div", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss"]
+    [
+        "cross_entropy",
+        "nll_loss",
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "ctc_loss",
+        "kl_div",
+        "binary_cross_entropy_with_logits",
+        "cosine_embedding_loss",
+        "margin_ranking_loss",
+        "triplet_margin_loss",
+    ]
 )
 
 
@@ -258,7 +273,7 @@ class Recorder(TorchDispatchMode):
             self._set_phase("backward")
         nbytes = 0
         key: list[Any] = [func]
-        for tensor in _tensors_in((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             key.append((tensor.shape, tensor.stride() if tensor.layout is torch.strided else (), tensor.dtype))
             if _has_storage(tensor):
                 storage = tensor.untyped_storage()
@@ -273,7 +288,7 @@ class Recorder(TorchDispatchMode):
         result, seconds, highest = self.backend.run(tuple(key), nbytes, lambda: func(*args, **kwargs))
         self._num_operations += 1
         new: list[torch.UntypedStorage] = []
-        for tensor in _tensors_in(result):
+        for tensor in tensors_in(result):
             if _has_storage(tensor) and tensor.untyped_storage()._cdata not in self._watched:
                 new.append(tensor.untyped_storage())
         new_bytes = sum(each.nbytes() for each in {id(each): each for each in new}.values())
@@ -419,16 +434,6 @@ class Recorder(TorchDispatchMode):
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in _tensors_in(each)]
-    if isinstance(value, dict):
-        return [tensor for each in value.values() for tensor in _tensors_in(each)]
-    return []
 
 
 def _tensors_alive() -> list[torch.Tensor]:
