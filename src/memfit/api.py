@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
 from memfit.core.plan import BITWISE, EXACTNESS, Plan
-from memfit.core.sizes import format_size, parse_size
+from memfit.core.sizes import format_size, parse_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.core.verify import check_verify
 
@@ -59,7 +59,7 @@ def fit(
     source = "given" if budget is not None else f"free on the card less {_MARGIN:.0%}"
     return Session(
         budget_bytes,
-        planner.plan,
+        planner,
         model=model,
         optimizer=optimizer,
         plan=plan,
@@ -104,7 +104,8 @@ def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None)
     """The cheapest plan found that holds the traced step to `budget`. Raises BudgetError (with needed_bytes) if there is none."""
     from memfit import planner
 
-    return planner.plan(trace, parse_size(budget), progress=on_progress)
+    budget_bytes = parse_size(budget)
+    return planner.plan(trace, budget_bytes, margin_bytes=slack_bytes(budget_bytes), progress=on_progress)
 
 
 def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:

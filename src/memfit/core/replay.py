@@ -42,6 +42,7 @@ class Replay:
     workspace_bytes: int
     extra_seconds: float
     restores: tuple[Restore, ...]
+    recipes: tuple[int, ...]
     num_kept_instead: int
 
     @property
@@ -79,6 +80,7 @@ class Replayer(Tables):
             workspace_bytes=run.peak_bytes - sum(self.sizes[each] for each in holders.held),
             extra_seconds=sum(restore.seconds for restore in run.restores),
             restores=tuple(run.restores),
+            recipes=tuple(sorted(run.recipes)),
             num_kept_instead=run.num_kept_instead,
         )
 

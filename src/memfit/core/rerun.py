@@ -106,6 +106,7 @@ class Rerun:
         self.live_bytes: list[int] = []
         self.high_bytes: list[int] = []
         self.restores: list[Restore] = []
+        self.recipes: set[int] = set()
         self.num_kept_instead = 0
         self.held: list[int] = []
 
@@ -260,6 +261,7 @@ class Rerun:
             called.append(call)
             if wanted[call] == 1:
                 stack.extend(self.tables.inputs[call])
+        self.recipes.update(called)
         return True
 
     def _drop_need(self, cell: int) -> None:

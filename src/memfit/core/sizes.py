@@ -45,3 +45,8 @@ def format_size(num_bytes: int) -> str:
     if unit == "B":
         return f"{num_bytes} B"
     return f"{value:.2f} {unit}" if abs(value) < 100 else f"{value:.1f} {unit}"
+
+
+def slack_bytes(budget_bytes: int) -> int:
+    """What plans leave free of a budget for the little a program keeps from step to step (losses, counters): 0.1 %, at most 1 MiB."""
+    return min(budget_bytes // 1000, 1 << 20)

@@ -11,36 +11,46 @@ _PLACE = re.compile(r"(\d+)\|(.*)#(\d+)/(\d+):([^|]*)")
 
 @dataclass(frozen=True)
 class CallPolicy:
-    """What to do with one call: record it as a recipe; `evict` and `keep` are positions of its cells."""
+    """What to do with one call: record it as a recipe. The rest are positions of its cells.
+
+    evict: what leaves when it was saved. keep: what autograd saves anyway; recipes may lean on it. pin: what it does not save and
+    the tape therefore holds until backward begins.
+    """
 
     function: str
     evict: frozenset[str]
     keep: frozenset[str]
+    pin: frozenset[str]
 
 
 Frame = dict[int, CallPolicy]  # by ordinal within the module invocation
 
 
 class Policy:
-    """Frames by (section, module path, invocation). Sections beyond the last planned one use the last one's."""
+    """Frames by (section, module path, invocation). Beyond the last planned section or invocation, the last one's holds: a forward
+    pass more than was planned for (one that no backward follows, say) must not leave the rest of the step without a plan."""
 
-    def __init__(self, replayed: Iterable[str], evict: Iterable[str], keep: Iterable[str]) -> None:
-        """Places of the calls to record, keys ('place|position') of the cells to evict and to keep."""
-        evicted, kept = _by_place(evict), _by_place(keep)
+    def __init__(self, replayed: Iterable[str], evict: Iterable[str], keep: Iterable[str], pin: Iterable[str]) -> None:
+        """Places of the calls to record, keys ('place|position') of the cells to evict, to keep and to pin."""
+        evicted, kept, pinned = _by_place(evict), _by_place(keep), _by_place(pin)
         self._frames: dict[tuple[int, str, int], Frame] = {}
+        self._last: dict[tuple[int, str], int] = {}  # the last planned invocation
         self.num_sections = 0
         self.num_cells = sum(map(len, evicted.values()))
-        for place in {*replayed, *evicted, *kept}:
+        for place in {*replayed, *evicted, *kept, *pinned}:
             match = _PLACE.fullmatch(place)
             assert match is not None, place
             section, path, invocation, ordinal, function = match.groups()
             self.num_sections = max(self.num_sections, int(section) + 1)
             frame = self._frames.setdefault((int(section), path, int(invocation)), {})
-            frame[int(ordinal)] = CallPolicy(function, frozenset(evicted.get(place, ())), frozenset(kept.get(place, ())))
+            self._last[int(section), path] = max(self._last.get((int(section), path), 0), int(invocation))
+            frame[int(ordinal)] = CallPolicy(function, *(frozenset(each.get(place, ())) for each in (evicted, kept, pinned)))
 
     def frame(self, section: int, path: str, invocation: int) -> Frame | None:
         """The planned calls of one module invocation, or None."""
-        return self._frames.get((min(section, self.num_sections - 1), path, invocation))
+        section = min(section, self.num_sections - 1)
+        last = self._last.get((section, path))
+        return self._frames.get((section, path, min(invocation, last))) if last is not None else None
 
 
 def _by_place(keys: Iterable[str]) -> dict[str, list[str]]:

@@ -175,6 +175,17 @@ class Tape(TorchFunctionMode):
             self.unpin(cell)
         self._pins.clear()
 
+    def _unpin_dead(self) -> None:
+        """Another forward pass begins: let go of what was pinned for a graph that died without a backward pass."""
+        kept = []
+        for cell, num_references in zip(self._pins, _count_references(self._pins), strict=True):
+            is_filed = self._cells.get(cell.ref.key) is cell
+            if cell.need or num_references > _UNREAD_REFERENCES + is_filed:
+                kept.append(cell)
+            else:
+                self.unpin(cell)
+        self._pins = kept
+
     def _pin_source(self, cell: Cell, tensor: torch.Tensor) -> bool:
         """Pin what a recipe reads from outside, so that a write nobody told the tape of is noticed. False: this must be no source.
 
@@ -252,8 +263,11 @@ class Tape(TorchFunctionMode):
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
         if self._paused:
             return
-        if len(self._frames) == 1 and self.on_root is not None:
-            self.on_root(module, args)
+        if len(self._frames) == 1:
+            if self.on_root is not None:
+                self.on_root(module, args)
+            if self._pins and not self.pin_sources and torch.is_grad_enabled():
+                self._unpin_dead()
         self.enter_module(module)
 
     def enter_module(self, module: torch.nn.Module) -> None:
@@ -380,7 +394,7 @@ class Tape(TorchFunctionMode):
                 is_recipe = torch.are_deterministic_algorithms_enabled()
             if entry is not None or self.pin_sources:
                 for tensor, value in zip(values, call.values, strict=True):
-                    if not value.scratch and (value.cell.call is None or (value.cell.keep and entry is not None)):
+                    if not value.scratch and value.cell.call is None:
                         is_recipe = self._pin_source(value.cell, tensor) and is_recipe
         maybe_written: list[tuple[int, Cell | None]] = []
         if functions.is_writing(func) or "out" in kwargs or kwargs.get("inplace"):
@@ -487,8 +501,8 @@ class Tape(TorchFunctionMode):
         for cell in cells:
             if entry is not None:
                 cell.evict = cell.position in entry.evict
-                if cell.position in entry.keep:
-                    cell.keep = True
+                cell.keep = cell.position in entry.keep or cell.position in entry.pin
+                if cell.position in entry.pin:
                     self.pin(cell)
             elif self.policy is not None:
                 cell.keep = True
@@ -725,6 +739,13 @@ def _strip(argument: Any, values: list[torch.Tensor]) -> Any:
         return {key: _strip(each, values) for key, each in argument.items()}
     return argument
 
+
+def _count_references(cells: list[Cell]) -> list[int]:
+    """References to each cell: the list's own, what counting takes, and those of handles, recipes and whoever else knows it."""
+    return [sys.getrefcount(cell) for cell in cells]
+
+
+_UNREAD_REFERENCES = _count_references([Cell(None, 0, torch.device("cpu"), 0)])[0]  # type: ignore[arg-type]
 
 _SKIP = ("/torch/", "/memfit/")
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.core import trace as core
 from memfit.engine.cell import Call, Cell, Handle, StorageRef
 from memfit.engine.need import tensors_in
-from memfit.engine.private import in_backward, num_holders
+from memfit.engine.private import in_backward, is_top_dispatch_mode, num_holders
 from memfit.measurement.backends import Backend
 from memfit.measurement.estimate import bytes_needed
 
@@ -64,7 +64,7 @@ class _Storage:
 
 
 class Recorder(TorchDispatchMode):
-    """Records from `start` to `finish`. `is_restoring` says whether memfit itself is at work at the moment."""
+    """Records from `start` to `stop`. `is_restoring` says whether memfit itself is at work at the moment."""
 
     def __init__(self, backend: Backend, is_restoring: Any, tensors: Mapping[str, Iterable[torch.Tensor]]) -> None:
         """tensors: known tensors by kind ('parameter', 'buffer', 'optimizer state')."""
@@ -120,15 +120,18 @@ class Recorder(TorchDispatchMode):
         self.__enter__()
 
     def stop(self) -> None:
-        """Stop watching; idempotent."""
+        """Stop watching; idempotent. A mode of the program's that lies on top stays: then ours stays under it and does nothing."""
         if self._is_on:
             self._is_on = False
-            self.__exit__(None, None, None)
+            if is_top_dispatch_mode(self):
+                self.__exit__(None, None, None)
 
-    def finish(self, meta: dict[str, Any], new_state: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]) -> core.Trace:
-        """The trace of the step. `new_state`, `gradients`: the optimizer's state and the gradients as they are now."""
-        seconds = time.perf_counter() - self._start_seconds - self._overhead_seconds
-        self.stop()
+    def trace_so_far(
+        self, meta: dict[str, Any], new_state: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]
+    ) -> core.Trace:
+        """The trace from the start until now; watching goes on. `new_state`, `gradients`: optimizer state and gradients as they are."""
+        entered = time.perf_counter()
+        seconds = entered - self._start_seconds - self._overhead_seconds
         for kind, tensors in (("optimizer state", new_state), ("gradient", gradients)):
             for tensor in tensors:
                 watched = self._watched.get(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
@@ -155,7 +158,7 @@ class Recorder(TorchDispatchMode):
         meta["measured_peak_phase"] = self.peak_phase
         meta["num_operations"] = self._num_operations
         meta["num_threads"] = torch.get_num_threads()
-        return core.Trace(
+        trace = core.Trace(
             device=self.backend.name,
             storages=tuple(rows),
             cells=tuple(cells),
@@ -165,6 +168,8 @@ class Recorder(TorchDispatchMode):
             step_seconds=max(seconds, 0.0),
             meta=meta,
         )
+        self._overhead_seconds += time.perf_counter() - entered
+        return trace
 
     def _smooth_seconds(self) -> None:
         """Give equal calls (same function, same bytes in and out) their median time: one measurement of each is noisy."""
@@ -283,7 +288,7 @@ class Recorder(TorchDispatchMode):
             del tensor
         key.extend(each for each in args if isinstance(each, (int, float, bool)))
         key.extend(tuple(each) for each in args if isinstance(each, list) and all(isinstance(n, int) for n in each))
-        if self.make_room is not None and self.live_bytes + 4 * nbytes > self.limit_bytes:
+        if self.make_room is not None and self.live_bytes + self._bytes_at_most(tuple(key), nbytes) > self.limit_bytes:
             self.make_room(self._bytes_needed(func, args, kwargs, tuple(key), nbytes))
         result, seconds, highest = self.backend.run(tuple(key), nbytes, lambda: func(*args, **kwargs))
         self._num_operations += 1
@@ -309,6 +314,11 @@ class Recorder(TorchDispatchMode):
             self._current["seconds"] += seconds
         self._overhead_seconds += time.perf_counter() - entered - seconds
         return result
+
+    def _bytes_at_most(self, key: Any, nbytes: int) -> int:
+        """A quick guess on the high side, so that the answer is looked for only where it matters."""
+        known = self.backend.known_workspace(key)
+        return 4 * nbytes if known is None else known
 
     def _bytes_needed(self, func: Any, args: Any, kwargs: Any, key: Any, nbytes: int) -> int:
         """Bytes the operation will take at its worst moment: as seen before, else its results and, for a convolution that may

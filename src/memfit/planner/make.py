@@ -57,32 +57,33 @@ def plan(
     trace: Trace,
     budget_bytes: int,
     *,
+    margin_bytes: int = 0,
     solver: str | Solver = "sweep",
     progress: OnProgress | None = None,
     frontier: Frontier | None = None,
 ) -> Plan:
-    """The quickest plan found whose predicted peak is at most `budget_bytes`; no moves where the step fits as it is.
+    """The quickest plan found whose predicted peak leaves `margin_bytes` of the budget free; no moves where the step fits as it is.
 
     Where the step fits that is found out quickly, and floor_bytes is then a budget that can be served, if not the
-    smallest. A safety margin is the caller's: pass the budget less the margin. For several budgets of one trace, pass
-    the `frontier` of `find_frontier`. A larger budget never gives a slower plan. Raises BudgetError with `needed_bytes`
-    if nothing fits.
+    smallest. For several budgets of one trace, pass the `frontier` of `find_frontier`. A larger budget never gives a
+    slower plan. Raises BudgetError with `needed_bytes` if nothing fits.
     """
-    frontier = frontier or _frontier_if_it_fits(trace, budget_bytes) or find_frontier(trace, solver, progress)
+    room_bytes = budget_bytes - margin_bytes
+    frontier = frontier or _frontier_if_it_fits(trace, room_bytes) or find_frontier(trace, solver, progress)
     problem = frontier.problem
-    choice = pick(list(frontier.choices), budget_bytes)
+    choice = pick(list(frontier.choices), room_bytes)
     if choice is None:
-        raise _too_small(trace, frontier, budget_bytes)
+        raise _too_small(trace, frontier, budget_bytes, margin_bytes)
     result = problem.replayer.run(choice.evict, choice.pin)
     assert result.peak_bytes == choice.peak_bytes
     return Plan(
         budget_bytes=budget_bytes,
         eager_peak_bytes=problem.eager.peak_bytes,
         predicted_peak_bytes=result.peak_bytes,
-        floor_bytes=frontier.floor_bytes,
+        floor_bytes=frontier.floor_bytes + margin_bytes,
         moves=moves_of(trace, result, choice.evict, choice.pin),
         extra_seconds=result.extra_seconds,
-        lower_bound_seconds=min(lower_bound_seconds(problem, budget_bytes), result.extra_seconds),
+        lower_bound_seconds=min(lower_bound_seconds(problem, room_bytes), result.extra_seconds),
         eager_seconds=trace.step_seconds,
         peak_phase=problem.eager.peak_phase,
         device=trace.device,
@@ -90,6 +91,14 @@ def plan(
         signature=str(trace.meta.get("signature", "")),
         notes=_notes(trace, problem, result, frontier),
     )
+
+
+def check(trace: Trace, budget_bytes: int, *, margin_bytes: int = 0) -> None:
+    """Raise the BudgetError that `plan` would raise. Quick unless the budget is close to the smallest that can be served."""
+    problem = Problem(trace)
+    room_bytes = budget_bytes - margin_bytes
+    if problem.eager.peak_bytes > room_bytes and pareto(find_low_choices(problem))[0].peak_bytes > room_bytes:
+        plan(trace, budget_bytes, margin_bytes=margin_bytes)
 
 
 def _frontier_if_it_fits(trace: Trace, budget_bytes: int) -> Frontier | None:
@@ -117,16 +126,17 @@ def _notes(trace: Trace, problem: Problem, result: Replay, frontier: Frontier) -
     return tuple(notes)
 
 
-def _too_small(trace: Trace, frontier: Frontier, budget_bytes: int) -> BudgetError:
+def _too_small(trace: Trace, frontier: Frontier, budget_bytes: int, margin_bytes: int) -> BudgetError:
     floor = frontier.choices[0]
     result = frontier.problem.replayer.run(floor.evict, floor.pin)
+    needed_bytes = floor.peak_bytes + margin_bytes
     kinds = {kind: size for kind, size in bytes_by(trace, result, "kind").items() if size}
     held = ", ".join(f"{kind} {format_size(size)}" for kind, size in list(kinds.items())[:5])
     lasting = [storage for storage in trace.storages if storage.persistent]
     persistent = sum(storage.nbytes for storage in lasting)
     message = (
-        f"{format_size(budget_bytes)} is too small. The best plan found needs {format_size(floor.peak_bytes)} "
-        f"({floor.peak_bytes} bytes): at its peak, in the {result.peak_phase} phase, memory holds {held}. "
+        f"{format_size(budget_bytes)} is too small. The best plan found needs {format_size(needed_bytes)} "
+        f"({needed_bytes} bytes): at its peak, in the {result.peak_phase} phase, memory holds {held}. "
     )
     if persistent >= budget_bytes:
         lasting_kinds = {storage.kind for storage in lasting}
@@ -139,5 +149,5 @@ def _too_small(trace: Trace, frontier: Frontier, budget_bytes: int) -> BudgetErr
         message += "There recomputing saves nothing; an optimizer built with foreach=False has smaller temporaries. "
     else:
         message += "A smaller batch or shorter sequences make activations, inputs and temporaries smaller. "
-    message += f"Or try a budget of {floor.peak_bytes} bytes."
-    return BudgetError(message, needed_bytes=floor.peak_bytes)
+    message += f"Or try a budget of {needed_bytes} bytes."
+    return BudgetError(message, needed_bytes=needed_bytes)

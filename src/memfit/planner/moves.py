@@ -24,22 +24,23 @@ def moves_of(trace: Trace, result: Replay, evict: frozenset[int], pin: frozenset
     place_of = dict(zip(cells, places, strict=True))
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, list[int]] = defaultdict(list)
-    for restore in result.restores:
-        for call in restore.calls:
-            near = [place_of[cell] for cell in trace.calls[call].outputs if cell in place_of]
-            module = trace.calls[call].module
-            within = [place for place in groups if place and (module == place or module.startswith(place + "."))]
-            place = near[0] if near else max(within, key=len) if within else place_of[restore.cell]
-            seconds[place] += trace.calls[call].seconds
-            calls[place].append(call)
+    home: dict[int, str] = {}
+    for call in result.recipes:
+        near = [place_of[cell] for cell in trace.calls[call].outputs if cell in place_of]
+        module = trace.calls[call].module
+        within = [place for place in groups if place and (module == place or module.startswith(place + "."))]
+        home[call] = near[0] if near else max(within, key=len) if within else places[0]
+        calls[home[call]].append(call)
+    for call in result.calls:
+        seconds[home[call]] += trace.calls[call].seconds
     saved = {handle.cell for handle in trace.handles}
     return tuple(
         replace(
             _move(trace, place, [c for c in members if c in evict], [c for c in members if c in pin], seconds[place]),
-            calls=tuple(trace.calls[call].place for call in sorted(calls[place])),
+            calls=tuple(trace.calls[call].place for call in calls[place]),
             keep=tuple(
                 cell_key(trace, cell)
-                for call in sorted(calls[place])
+                for call in calls[place]
                 for cell in trace.calls[call].outputs
                 if cell in saved and cell not in evict and cell not in pin
             ),

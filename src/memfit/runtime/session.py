@@ -20,9 +20,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -32,10 +32,10 @@ from memfit.core.breakdown import bytes_by
 from memfit.core.errors import BudgetError, MemfitError, PlanError, UnsupportedError
 from memfit.core.plan import Plan
 from memfit.core.replay import replay
-from memfit.core.sizes import format_size
-from memfit.core.steady import steady
+from memfit.core.sizes import format_size, slack_bytes
+from memfit.core.steady import FREED, GRADIENTS, steady
 from memfit.core.trace import Trace
-from memfit.engine.private import is_on_top, is_top_dispatch_mode, stacks
+from memfit.engine.private import is_on_top, stacks
 from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
 from memfit.measurement.recorder import Recorder
@@ -44,7 +44,6 @@ from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.runtime.watch import SizeWatch
 from memfit.techniques import recompute
 
-MakePlan = Callable[[Trace, int], Plan]
 OnProgress = Callable[[str, int, int | None], None]
 
 _MAX_RESTARTS_TOLD = (
@@ -58,17 +57,24 @@ _STATE_SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Ada
 _MEASURED_STEPS = 3  # at most, of one program: the plan, the plan in force, and the plan made of that
 
 
+class Planner(Protocol):
+    """What a session asks of `memfit.planner`, which it may not import. Both raise BudgetError where nothing found fits."""
+
+    def plan(self, trace: Trace, budget_bytes: int, *, margin_bytes: int) -> Plan: ...
+    def check(self, trace: Trace, budget_bytes: int, *, margin_bytes: int) -> None: ...
+
+
 class Session:
     """Holds the training inside `with` to the budget. Made by `memfit.fit`.
 
-    budget_bytes: bytes the whole step may take; None measures only. make_plan: the planner. plan: one made before, to start with.
+    budget_bytes: bytes the whole step may take; None measures only. planner: makes the plans. plan: one made before, to start with.
     verify: 'off', 'always', or in how many planned steps restored tensors are compared with what was evicted.
     """
 
     def __init__(
         self,
         budget_bytes: int | None,
-        make_plan: MakePlan | None,
+        planner: Planner | None,
         *,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -85,7 +91,7 @@ class Session:
         self.plan = plan
         self.messages: list[str] = []
         self._budget_bytes = budget_bytes
-        self._make_plan = make_plan
+        self._planner = planner
         self._model = model
         self._optimizers = Optimizers(optimizer, self._on_new_optimizer)
         self._device = device or _device_of(model, optimizer)
@@ -109,7 +115,7 @@ class Session:
         self._peak_step: int | None = None
         self._planned_peak_bytes: int | None = None
         self._peak_by_kind: dict[str, int] = {}
-        self._margin_bytes = 0
+        self._margin_bytes = slack_bytes(budget_bytes or 0)  # kept free of the budget
         self._num_measured_here = 0  # of the program that trains now
         self._is_given = plan is not None  # the plan in force was made before
         self._is_waiting = False
@@ -235,6 +241,7 @@ class Session:
                 self._set_device(optimizer)
                 self._check_fixed_bytes(optimizer)
             self._check_signature(optimizer)
+            self._check_before_first_update()
         if self._recorder is not None:
             self._recorder.set_phase("optimizer step")
 
@@ -275,7 +282,7 @@ class Session:
         recompute.apply(self._tape, ())
         self._watch.forget()
         self._is_given = False
-        self._margin_bytes = 0
+        self._margin_bytes = slack_bytes(self._budget_bytes)
         self._num_measured_here = 0
         self._planned_peak_bytes = None
         self._planned_seconds.clear()
@@ -344,11 +351,8 @@ class Session:
         assert self._recorder is not None
         self._num_measured += 1
         self._num_measured_here += 1
-        trace = self._recorder.finish(
-            {"step": self._num_steps, "signature": self._signature(self._optimizers)},
-            new_state=self._state(),
-            gradients=[p.grad for p in self._parameters() if p.grad is not None],
-        )
+        trace = self._trace_so_far()
+        self._recorder.stop()
         self.traces.append(trace)
         self._note_peak(self._num_steps)
         if self._guard is not None and self._guard.num_evictions:
@@ -360,6 +364,14 @@ class Session:
         self._stop_recorder()
         if self._on_trace is not None:
             self._on_trace(trace, self._num_steps)
+
+    def _trace_so_far(self) -> Trace:
+        assert self._recorder is not None
+        return self._recorder.trace_so_far(
+            {"step": self._num_steps, "signature": self._signature(self._optimizers)},
+            new_state=self._state(),
+            gradients=[p.grad for p in self._parameters() if p.grad is not None],
+        )
 
     def _note_peak(self, step: int) -> None:
         recorder = self._recorder
@@ -380,7 +392,7 @@ class Session:
 
     def _decide(self) -> None:
         """After a measured step: plan, measure once more, or leave the program alone."""
-        if self._budget_bytes is None or self._make_plan is None:
+        if self._budget_bytes is None or self._planner is None:
             self._begin_measured_step()
             return
         trace = self.traces[-1]
@@ -428,19 +440,25 @@ class Session:
             self._begin_measured_step()
 
     def _plan_for(self, trace: Trace, is_steady: bool) -> Plan:
-        """A plan from a measured step. After the first one, gradients are assumed to be cleared late, if that can be planned."""
-        assert self._make_plan is not None and self._budget_bytes is not None
-        budget_bytes = self._budget_bytes - self._margin_bytes
-        if is_steady:
-            return self._make_plan(trace, budget_bytes)
-        try:
-            return self._make_plan(steady(trace, gradients_wait=True), budget_bytes)
-        except BudgetError:
-            return self._make_plan(steady(trace, gradients_wait=False), budget_bytes)
+        """A plan from a measured step. After the first one, gradients are assumed to stay as long as can be planned."""
+        assert self._planner is not None and self._budget_bytes is not None
+        traces = [trace] if is_steady else [steady(trace, gradients) for gradients in reversed(GRADIENTS)]
+        for each in traces[:-1]:
+            with suppress(BudgetError):
+                return self._planner.plan(each, self._budget_bytes, margin_bytes=self._margin_bytes)
+        return self._planner.plan(traces[-1], self._budget_bytes, margin_bytes=self._margin_bytes)
+
+    def _check_before_first_update(self) -> None:
+        """Once forward and backward of the first step are known: refuse what cannot be planned before a parameter changes."""
+        if self._guard is None or self._planner is None or self._budget_bytes is None:
+            return
+        state_bytes = sum(map(_expected_state_bytes, self._optimizers)) - sum(t.nbytes for t in self._state())
+        trace = steady(self._trace_so_far(), FREED, max(state_bytes, 0))
+        self._planner.check(trace, self._budget_bytes, margin_bytes=self._margin_bytes)
 
     def _on_larger(self, module: torch.nn.Module, elements: int, largest: int) -> None:
         """A forward pass larger than any measured begins: the rest of this step runs under the guard, and is planned from."""
-        if self._guard is not None or self._budget_bytes is None or self._make_plan is None or self._is_over:
+        if self._guard is not None or self._budget_bytes is None or self._planner is None or self._is_over:
             return
         if not self._is_installed and stacks() != self._stacks_below:  # inside a context whose exit would take ours for its own
             return
@@ -653,7 +671,7 @@ class Session:
         recorder, self._recorder = self._recorder, None
         self._guard = None
         self._tape.observer = None
-        if recorder is not None and is_top_dispatch_mode(recorder):
+        if recorder is not None:
             recorder.stop()
         if self._is_installed and is_on_top(self._tape, self._tape.pack_hook):
             self._uninstall()

@@ -23,7 +23,8 @@ def apply(tape: Tape, moves: Iterable[Move]) -> Callable[[], None]:
     tape.policy = Policy(
         replayed=(place for move in mine for place in move.calls),
         evict=(key for move in mine for key in move.evict),
-        keep=(key for move in mine for key in move.pin + move.keep),
+        keep=(key for move in mine for key in move.keep),
+        pin=(key for move in mine for key in move.pin),
     ) if mine else None  # fmt: skip
     tape.restart_section()
 
