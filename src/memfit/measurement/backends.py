@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,10 @@ class Backend(Protocol):
 
     def known_workspace(self, key: Any) -> int | None:
         """What `run` found for this key before, or None."""
+        ...
+
+    def probe(self, run: Callable[[], Any]) -> int | None:
+        """The highest bytes `run` allocates at a time, or None where that cannot be seen now."""
         ...
 
     def free_bytes(self) -> int | None:
@@ -55,15 +60,14 @@ class CpuBackend:
         start = time.perf_counter()
         result, deltas = run_with_allocations(run)
         seconds = time.perf_counter() - start
-        live = highest = 0
-        for delta in deltas:
-            live += delta
-            highest = max(highest, live)
-        self._workspaces[key] = highest
-        return result, seconds, highest
+        self._workspaces[key] = max(accumulate(deltas, initial=0))
+        return result, seconds, self._workspaces[key]
 
     def known_workspace(self, key: Any) -> int | None:
         return self._workspaces.get(key)
+
+    def probe(self, run: Callable[[], Any]) -> int | None:
+        return None if is_profiling() else max(accumulate(run_with_allocations(run)[1], initial=0))
 
     def free_bytes(self) -> int | None:
         return None
@@ -91,6 +95,12 @@ class CudaBackend:
 
     def known_workspace(self, key: Any) -> int | None:
         return self._workspaces.get(key)
+
+    def probe(self, run: Callable[[], Any]) -> int | None:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() - before
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()

@@ -23,7 +23,7 @@ from memfit.engine.cell import Call, Cell, Handle, StorageRef
 from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, is_top_dispatch_mode, num_holders
 from memfit.measurement.backends import Backend
-from memfit.measurement.estimate import bytes_needed
+from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed
 
 _LOSSES = frozenset(
     [
@@ -95,6 +95,7 @@ class Recorder(TorchDispatchMode):
         self._handle_rows: list[tuple[int, int]] = []
         self._handle_storage: dict[int, _Storage] = {}
         self._current: dict[str, Any] | None = None
+        self._estimates: dict[Any, int] = {}
         self._overhead_seconds = 0.0
         self._start_seconds = 0.0
         self._num_operations = 0
@@ -289,7 +290,7 @@ class Recorder(TorchDispatchMode):
         key.extend(each for each in args if isinstance(each, (int, float, bool)))
         key.extend(tuple(each) for each in args if isinstance(each, list) and all(isinstance(n, int) for n in each))
         if self.make_room is not None and self.live_bytes + self._bytes_at_most(tuple(key), nbytes) > self.limit_bytes:
-            self.make_room(self._bytes_needed(func, args, kwargs, tuple(key), nbytes))
+            self.make_room(self._bytes_needed(func, args, kwargs, tuple(key)))
         result, seconds, highest = self.backend.run(tuple(key), nbytes, lambda: func(*args, **kwargs))
         self._num_operations += 1
         new: list[torch.UntypedStorage] = []
@@ -320,14 +321,16 @@ class Recorder(TorchDispatchMode):
         known = self.backend.known_workspace(key)
         return 4 * nbytes if known is None else known
 
-    def _bytes_needed(self, func: Any, args: Any, kwargs: Any, key: Any, nbytes: int) -> int:
-        """Bytes the operation will take at its worst moment: as seen before, else its results and, for a convolution that may
-        bring its arguments and results into another layout, copies of both."""
+    def _bytes_needed(self, func: Any, args: Any, kwargs: Any, key: Any) -> int:
+        """Bytes the operation will take at its worst moment: as seen before, else by an estimate."""
         known = self.backend.known_workspace(key)
         if known is not None:
             return known
-        results = bytes_needed(func, args, kwargs)
-        return 2 * results + nbytes if "convolution" in str(func) else results
+        if "convolution" not in str(func):
+            return bytes_needed(func, args, kwargs)
+        if key not in self._estimates:
+            self._estimates[key] = convolution_bytes_needed(func, args, kwargs, self.backend.probe)
+        return self._estimates[key]
 
     # ---- the tape's observer ------------------------------------------------------------------------------------------
 

@@ -1,14 +1,15 @@
 """The guard: keeps a step inside the budget while nothing is planned for it yet.
 
-It cuts the calls into segments as they are recorded. At a cut only what the program still holds can be read by later calls, so
-with that frontier kept, everything else of a segment can be evicted at any later time and recomputed from the frontier alone:
-after-the-fact checkpointing, whatever the program's control flow. Under pressure the oldest segment goes first (it comes back
-last). Source of the idea: Chen et al. 2016 (arXiv:1604.06174), made online; compare DTR (arXiv:2006.09616).
+It cuts the calls behind it into segments. What later calls read across a cut is its frontier; with the frontier kept, everything
+else of a segment can be evicted at any later time and recomputed from the frontiers alone: after-the-fact checkpointing, whatever
+the program's control flow. A cut is chosen in hindsight, some calls later, when it is known what was read across it. Under pressure
+the oldest segment goes first (it comes back last). Source of the idea: Chen et al. 2016 (arXiv:1604.06174), made online; compare DTR
+(arXiv:2006.09616).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from itertools import accumulate
 
 from memfit.core.errors import BudgetError
 from memfit.core.sizes import format_size
@@ -16,21 +17,23 @@ from memfit.engine.cell import Call, Cell, Handle
 from memfit.engine.tape import Tape
 from memfit.measurement.recorder import Recorder
 
-_WINDOW = 64  # calls over which the lowest number of unread bytes is looked for
 _OPERATIONS_IN_RESERVE = 2  # what backward needs to get going, in the largest operation seen
 _SEGMENTS_IN_ROOM = 3  # a restored segment may take a third of the room; frontiers and gradients share the rest
+_SMALLEST, _LARGEST = 0.5, 1.5  # segments, in parts of that third
+_DEAD = 1 << 60  # "bytes" of a frontier that is gone already
 
 
 class _Segment:
-    """Consecutive calls, cut where little was alive."""
+    """Consecutive calls [start, end), by number, and the cells they made."""
 
-    __slots__ = ("cells", "evicted", "frontier", "nbytes", "number")
+    __slots__ = ("cells", "end", "evicted", "frontier", "nbytes", "start")
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.cells: list[Cell] = []
-        self.frontier: list[Cell] = []
-        self.nbytes = 0  # of what autograd saved in it
+    def __init__(self, start: int, end: int, cells: list[Cell], frontier: list[Cell]) -> None:
+        self.start = start
+        self.end = end
+        self.cells = cells
+        self.frontier = frontier
+        self.nbytes = sum(cell.nbytes for cell in cells if cell.handles)
         self.evicted = False
 
     @property
@@ -47,42 +50,57 @@ class Guard:
         self._tape = tape
         self._recorder = recorder
         self._budget_bytes = budget_bytes
-        self._room_bytes = max(budget_bytes - fixed_bytes, 1)
-        self._segments: list[_Segment] = []
-        self._open = _Segment(0)
-        self._segment_of: dict[Call, int] = {}
-        self._saved_in: dict[int, int] = {}  # segment by id of the living handle
-        self._is_backward = False
-        self._unread_bytes: deque[int] = deque(maxlen=_WINDOW)
-        self._last_read: dict[Cell, int] = {}  # the last segment that read it
+        self._segment_bytes = max(budget_bytes - fixed_bytes, 1) / _SEGMENTS_IN_ROOM
+        self._saved_in: dict[int, int] = {}  # call number by id of the living handle
+        self._forget()
         recorder.make_room = self.make_room
         recorder.limit_bytes = budget_bytes
+
+    def _forget(self) -> None:
+        """A new forward begins: what was evicted before belongs to graphs of its own."""
+        self._is_backward = False
+        self._segments: list[_Segment] = []
+        self._number_of: dict[Call, int] = {}
+        self._made: dict[Cell, int] = {}
+        self._last_read: dict[Cell, int] = {}
+        self._num_calls = 0
+        self._start_open(0, [])
+
+    def _start_open(self, start: int, cells: list[Cell]) -> None:
+        self._open_start = start
+        self._open = cells  # made since then
+        self._open_bytes = sum(cell.nbytes for cell in cells if cell.handles)
+        self._enough_bytes = _LARGEST * self._segment_bytes
 
     # ---- observer ----------------------------------------------------------------------------------------------------
 
     def on_begin(self, call: Call) -> None:
         self._recorder.on_begin(call)
-        if self._is_backward:  # a new forward: what was evicted before belongs to graphs of its own
-            self._is_backward = False
-            self._segments.clear()
-            self._segment_of.clear()
-            self._last_read.clear()
-            self._open = _Segment(0)
-        self._consider_cut()
+        if self._is_backward:
+            self._forget()
+        self._trim_frontiers()
+        if self._open_bytes >= self._enough_bytes and not self._cut(_SMALLEST * self._segment_bytes):
+            self._enough_bytes = 1.25 * self._open_bytes
 
     def on_end(self, call: Call, cells: list[Cell]) -> None:
         self._recorder.on_end(call, cells)
-        self._segment_of[call] = self._open.number
-        self._open.cells.extend(cell for cell in cells if cell.call is call)
+        number = self._number_of[call] = self._num_calls
+        self._num_calls += 1
+        for cell in cells:
+            if cell.call is call:
+                self._open.append(cell)
+                self._made[cell] = number
         for cell in call.inputs:
-            self._last_read[cell] = self._open.number
+            self._last_read[cell] = number
 
     def on_save(self, handle: Handle, call: Call | None) -> None:
         self._recorder.on_save(handle, call)
-        if call is not None and handle.cell is not None and handle.cell.call is not None:
-            self._open.nbytes += handle.cell.nbytes if len(handle.cell.handles) == 1 else 0
-        if call is not None:
-            self._saved_in[id(handle)] = self._segment_of[call]
+        cell = handle.cell
+        if call is None or cell is None:
+            return
+        self._saved_in[id(handle)] = self._number_of[call]
+        if len(cell.handles) == 1 and self._made.get(cell, -1) >= self._open_start:
+            self._open_bytes += cell.nbytes
 
     def on_evicted(self, handle: Handle) -> None:
         self._recorder.on_evicted(handle)
@@ -91,9 +109,11 @@ class Guard:
         self._is_backward = True
         self._recorder.on_unpack(handle)
         reached = self._saved_in.get(id(handle))
-        while reached is not None and self._segments and self._segments[-1].number > reached:
+        if reached is None:
+            return
+        while self._segments and self._segments[-1].start > reached:
             self._close(self._segments.pop())
-        if reached is not None and self._segments and self._segments[-1].number == reached:
+        if self._segments and self._segments[-1].end > reached:
             self._close(self._segments[-1])
 
     def on_restored(self, handle: Handle, num_calls: int) -> None:
@@ -105,38 +125,49 @@ class Guard:
 
     # ---- segments ----------------------------------------------------------------------------------------------------
 
-    def _consider_cut(self) -> None:
-        """Cut where little is alive that nobody has read yet, once the open segment is large enough to be worth it."""
-        self._trim_frontiers()
-        unread_bytes = sum(
-            cell.nbytes for cell in self._open.cells if cell not in self._last_read and self._recorder.is_held_by_program(cell)
-        )
-        if unread_bytes:
-            self._unread_bytes.append(unread_bytes)
-        size = self._open.nbytes
-        target = self._room_bytes // _SEGMENTS_IN_ROOM
-        lowest = min(self._unread_bytes, default=0)
-        if (
-            (size * 2 >= target and unread_bytes <= 2 * lowest)
-            or (size >= target and unread_bytes * 4 <= target)
-            or size >= 2 * target
-        ):
-            self._cut()
-
-    def _cut(self) -> None:
-        segment = self._open
-        segment.frontier = [cell for cell in segment.cells if self._recorder.is_held_by_program(cell)]
-        for cell in segment.frontier:
+    def _cut(self, least_bytes: float) -> bool:
+        """Close a segment of at least so many saved bytes where the smallest frontier has been read across. False if nowhere."""
+        end = self._find_cut(least_bytes)
+        if end is None:
+            return False
+        cells = [cell for cell in self._open if self._made[cell] < end]
+        frontier = [cell for cell in cells if self._crosses(cell, end) and cell.living_storage() is not None]
+        for cell in frontier:
             cell.keep = True
             self._tape.pin(cell)
-        self._segments.append(segment)
-        self._open = _Segment(segment.number + 1)
+        self._segments.append(_Segment(self._open_start, end, cells, frontier))
+        self._start_open(end, [cell for cell in self._open if self._made[cell] >= end])
+        return True
+
+    def _find_cut(self, least_bytes: float) -> int | None:
+        """The call before which to cut the open calls: the smallest frontier, of equals the latest."""
+        start, num_calls = self._open_start, self._num_calls - self._open_start
+        crossing, saved = [0] * (num_calls + 2), [0] * (num_calls + 2)
+        for cell in self._open:
+            made = self._made[cell] - start
+            if cell.handles:
+                saved[made + 1] += cell.nbytes
+            is_held = self._recorder.is_held_by_program(cell)
+            last = num_calls if is_held else self._last_read.get(cell, 0) - start
+            if last > made:
+                nbytes = cell.nbytes if is_held or cell.living_storage() is not None else _DEAD
+                crossing[made + 1] += nbytes
+                crossing[last + 1] -= nbytes
+        crossing, saved = list(accumulate(crossing)), list(accumulate(saved))
+        possible = [
+            (crossing[end], -end) for end in range(1, num_calls + 1) if crossing[end] < _DEAD and saved[end] > max(least_bytes, 0)
+        ]
+        return start - min(possible)[1] if possible else None
+
+    def _crosses(self, cell: Cell, end: int) -> bool:
+        """Whether a call from number `end` on has read the cell, or still may."""
+        return self._last_read.get(cell, -1) >= end or self._recorder.is_held_by_program(cell)
 
     def _trim_frontiers(self) -> None:
         """A frontier cell that the program let go of before any later segment read it is no frontier (a local never used again)."""
         for segment in self._segments:
             for cell in segment.frontier:
-                if not self._recorder.is_held_by_program(cell) and self._last_read.get(cell, 0) <= segment.number:
+                if not self._crosses(cell, segment.end):
                     cell.keep = False
                     self._tape.unpin(cell)
                     if segment.evicted:
@@ -163,8 +194,7 @@ class Guard:
             self._let_go_of_restored(nbytes)
         while not self._fits(nbytes) and self._merge_best():
             pass
-        if not self._fits(nbytes) and not self._is_backward and self._open.cells:
-            self._cut()
+        while not self._fits(nbytes) and not self._is_backward and self._cut(0):
             self._evict(self._segments[-1])
             while not self._fits(nbytes) and self._merge_best():
                 pass
@@ -226,6 +256,7 @@ class Guard:
             last.frontier = [cell for cell in segment.frontier if not self._tape.abandon(cell)] + last.frontier
             last.cells = segment.cells + last.cells
             last.nbytes += segment.nbytes
+            last.start = segment.start
         return last
 
     def _evict(self, segment: _Segment) -> None:
