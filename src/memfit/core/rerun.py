@@ -45,7 +45,12 @@ class Tables:
         self.previous = [cell.previous if cell.position.startswith("mut") else -1 for cell in trace.cells]
         self.overwrites = [[self.previous[c] for c in call.outputs if self.previous[c] >= 0] for call in trace.calls]
         self.saved = frozenset(self.handle_cell)
+        self.is_packed = [storage.kind == "packed" for storage in trace.storages]
+        self.packing_bytes = max((self.extra_bytes[c] for c in range(len(self.inputs)) if self._reads_packed(c)), default=0)
         self.short_events = self._fold_events()
+
+    def _reads_packed(self, call: int) -> bool:
+        return any(self.is_packed[self.cell_storage[cell]] for cell in self.inputs[call])
 
     def _fold_events(self) -> list[tuple[int, int, int]]:
         """The events as `Rerun.play` reads them, what no plan can change folded together: 2-4 times fewer."""
@@ -241,9 +246,12 @@ class Rerun:
             if need[current] > 1 or store[current] >= 0:
                 continue
             storage = self.tables.cell_storage[current]
-            if self.keepable[current] and self.holds[storage] and not self.written[current]:
+            is_packed = self.tables.is_packed[storage]
+            if self.keepable[current] and (self.holds[storage] or is_packed) and not self.written[current]:
                 store[current] = storage
-                self.holds[storage] += 1  # it lives already
+                self._hold(storage)
+                if is_packed:
+                    self._reach(self.live + self.tables.packing_bytes)
                 held.append(current)
                 continue
             call = producer[current]
@@ -251,7 +259,7 @@ class Rerun:
                 for each in counted:
                     need[each] -= 1
                 for each in held:
-                    self.holds[store[each]] -= 1
+                    self._release(store[each])
                     store[each] = -1
                 for each in called:
                     wanted[each] -= 1

@@ -22,7 +22,7 @@ from memfit.core.errors import TraceError
 FORMAT = "memfit-trace"
 VERSION = 1
 
-KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "input", "temporary")
+KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "input", "temporary", "packed")
 PHASES = ("forward", "loss", "backward", "optimizer step", "other")
 
 # Operations of an event (operation, operand). The operand is an index into the table named on the right.
@@ -42,7 +42,8 @@ OPERATIONS = (ALLOC, RELEASE, SAVE, UNPACK, DROP, BEGIN, END, SPIKE, PHASE)
 class Storage:
     """One allocation. `kind` is one of KINDS; `module` and `location` ('file:line') say where it was made ('' unknown).
 
-    `persistent` storages outlive the step (parameters, buffers, optimizer state): no move may touch them.
+    A 'packed' storage (the bits of a dropout's noise) is never allocated by the plain step: it comes to life when a plan evicts what it
+    is packed from. `persistent` storages outlive the step (parameters, buffers, optimizer state): no move may touch them.
     """
 
     nbytes: int

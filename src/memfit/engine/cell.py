@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit.engine.packing import packed_bytes
+
 if TYPE_CHECKING:
     from memfit.engine.ambient import Autocast, RandomState
     from memfit.engine.tape import Tape
@@ -99,6 +101,33 @@ class Cell:
         return f"{self.call.place}|{self.position}" if self.call is not None else ""
 
 
+class PackedCell(Cell):
+    """The bits of a dropout's noise: a source that comes to life when something needs it while the noise is there."""
+
+    __slots__ = ("dtype", "noise", "num_elements", "tape")
+
+    def __init__(self, tape: Tape, noise: Cell, num_elements: int, dtype: torch.dtype) -> None:
+        super().__init__(noise.ref, packed_bytes(num_elements), noise.device, 0)
+        self.tape = tape
+        self.noise = weakref.ref(noise)  # which leads here by its recipe
+        self.num_elements = num_elements
+        self.dtype = dtype
+        self.position = "bits0"
+        self.keep = True
+
+    def living_storage(self) -> torch.UntypedStorage | None:
+        """The bits, packed now if need be."""
+        if self.storage is not None:
+            return self.storage
+        noise = self.noise()
+        storage = noise.living_storage() if noise is not None else None
+        return self.tape.pack_noise(storage, self.num_elements, self.dtype) if storage is not None else None
+
+    @property
+    def geometry(self) -> Geometry:
+        return torch.uint8, 0, torch.Size([self.nbytes]), (1,)
+
+
 class Value:
     """A tensor argument: a geometry on a cell. `scratch` values are write-only statistics, replaced by zeros in a replay."""
 
@@ -122,6 +151,10 @@ class Call:
     """A recorded tensor function call.
 
     args, kwargs: templates with Slot(i) where values[i] goes. inputs: the distinct cells a replay reads.
+    makes: 'out' where the results are cells out0, out1 …; for parts (see Tape._split) 'in' for what makes a call's internal tensors,
+        'bits' for what makes those from which that is made. In this order of the alphabet they are replayed.
+    stops_early: the internal tensors are arguments brought into form, saved before the work begins, so that a replay for them alone may
+        stop there.
     writes: index of the value the call overwrites in place, or None. outputs: cells by position.
     num_wanted: how many of its cells are needed and not held (the call is to be replayed while this is positive).
     """
@@ -135,6 +168,7 @@ class Call:
         "inputs",
         "kwargs",
         "location",
+        "makes",
         "module",
         "num_saved",
         "num_wanted",
@@ -142,6 +176,7 @@ class Call:
         "place",
         "random_state",
         "seq",
+        "stops_early",
         "values",
         "writes",
     )  # fmt: skip
@@ -164,6 +199,16 @@ class Call:
         self.num_wanted = 0
         self.num_saved = 0
         self.index = -1
+        self.makes = "out"
+        self.stops_early = False
+
+    def part(self) -> Call:
+        """Another recipe at the same place, as yet with no outputs."""
+        part = Call(self.func, self.place, self.module, self.location, self.seq)
+        part.args, part.kwargs, part.values, part.inputs = self.args, self.kwargs, self.values, self.inputs
+        part.random_state, part.autocast, part.attention_flags = self.random_state, self.autocast, self.attention_flags
+        part.stops_early = self.stops_early
+        return part
 
 
 class Handle:

@@ -324,6 +324,22 @@ def written_lists(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torc
     return tuple(t for each in lists if isinstance(each, (list, tuple)) for t in each if isinstance(t, torch.Tensor))
 
 
+# What these save inside are their arguments brought into form, before any multiplication. (`rrelu` saves noise before it draws it.)
+SAVES_BEFORE_WORK = frozenset(
+    ["matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "linear", "bilinear", "einsum", "tensordot"]
+)
+
+
+def is_dropout(func: Callable[..., Any]) -> bool:
+    """Whether the call multiplies its argument by noise of the same shape, zeros and 1 / (1 - p), where it runs on a CPU."""
+    return func is torch.nn.functional.dropout or func is torch.dropout
+
+
+def dropout_probability(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The p of a call of such a function."""
+    return float(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+
+
 def saves_statistics(func: Callable[..., Any]) -> bool:
     """Whether the call also saves copies of the statistics it overwrites (instance norm), so that it cannot be had again."""
     return "instance_norm" in name_of(func)

@@ -88,13 +88,13 @@ def materialise(cell: Cell, verify: bool, counts: Counts) -> int:
     Raises CertificateError where a comparison fails.
     """
     assert cell.call is not None and cell.need > 0 and cell.storage is None
-    calls: dict[int, Call] = {}
+    calls: dict[Call, None] = {}
     stack = [cell.call]
     while stack:
         call = stack.pop()
-        if call.seq in calls:
+        if call in calls:
             continue
-        calls[call.seq] = call
+        calls[call] = None
         for source in call.inputs:
             if source.storage is None:
                 if source.call is None:
@@ -105,8 +105,8 @@ def materialise(cell: Cell, verify: bool, counts: Counts) -> int:
                     )
                 stack.append(source.call)
     made: set[Cell] = set()
-    for seq in sorted(calls):
-        _run(calls[seq], made, verify, counts)
+    for call in sorted(calls, key=lambda each: (each.seq, each.makes)):  # a call's noise before its product
+        _run(call, made, verify, counts)
     assert cell.storage is not None
     return len(calls)
 
@@ -115,7 +115,7 @@ def _run(call: Call, made: set[Cell], verify: bool, counts: Counts) -> None:
     """Replay one call and hand its results to the cells that need them."""
     wanted = {position: each for position, ref in call.outputs.items() if (each := ref()) is not None}
     wanted = {position: each for position, each in wanted.items() if each.need > 0 and each.storage is None}
-    num_internal = sum(position.startswith("in") for position in wanted)
+    num_internal = sum(position.startswith("in") for position in wanted) if call.makes == "out" else 0
     arguments, written = _arguments(call, made, want_internal=num_internal > 0)
     before = _Outside(call) if verify else None
     saved = _replay(call, arguments, num_internal < len(wanted), wanted)
@@ -229,8 +229,7 @@ def _replay(
     """Run the call; the storages of its internal tensors ('in…') and, if wanted, of its results ('out…')."""
     found: dict[str, torch.UntypedStorage] = {}
     missing = {position for position in wanted if position.startswith("in")}
-    # Only autocast's copies are certain to be filled when they are saved: `rrelu` saves its noise before it draws it.
-    may_stop = not want_outputs and bool(call.autocast) and call.random_state is None
+    may_stop = call.stops_early and not want_outputs
     counter = 0
 
     def pack(tensor: torch.Tensor) -> None:
@@ -255,7 +254,7 @@ def _replay(
             return found
     if want_outputs:
         for number, tensor in enumerate(tensors_in(result)):
-            found.setdefault(f"out{number}", tensor.untyped_storage())
+            found.setdefault(f"{call.makes}{number}", tensor.untyped_storage())
     return found
 
 

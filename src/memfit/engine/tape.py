@@ -25,6 +25,7 @@ from memfit.engine.cell import (
     Geometry,
     Handle,
     KeptHandle,
+    PackedCell,
     Slot,
     StorageRef,
     Value,
@@ -34,6 +35,7 @@ from memfit.engine.cell import (
 )
 from memfit.engine.fingerprint import fingerprint
 from memfit.engine.need import add_need, drop_need, let_go, materialise, tensors_in
+from memfit.engine.packing import draw, pack, unpack
 from memfit.engine.policy import CallPolicy, Policy
 from memfit.engine.private import in_backward, is_in_compiled, is_transformed, run_backward
 
@@ -60,6 +62,8 @@ class Observer(Protocol):
     """Who watches the tape: the recorder of a measured step, the guard. All calls come from the step's own thread."""
 
     def on_begin(self, call: Call) -> None: ...
+    def on_internal(self, call: Call) -> None: ...  # autograd has just saved something inside the call that nobody else sees
+    def on_part(self, part: Call, cells: list[Cell]) -> None: ...  # a recipe for these cells alone, before their call's own on_end
     def on_end(self, call: Call, cells: list[Cell]) -> None: ...
     def on_save(self, handle: Handle, call: Call | None) -> None: ...
     def on_evicted(self, handle: Handle) -> None: ...
@@ -111,12 +115,14 @@ class Tape(TorchFunctionMode):
         self._cells: dict[int, Cell] = {}
         self._pins: list[Cell] = []
         self._paused = 0
+        self._num_packing = 0
         self._restoring: Cell | None = None
         self._seq = 0
         self._current: Call | None = None
         self._saved_now: list[Handle] = []
         self._backward_seen = False
         self._invocations: dict[str, int] = {}
+        self._invocations_before_root: dict[str, int] = {}
         self._frames: list[_Frame] = []
         self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
@@ -161,6 +167,7 @@ class Tape(TorchFunctionMode):
         self.section = section
         self._backward_seen = False
         self._invocations.clear()
+        self._invocations_before_root.clear()
         if not self._frames:
             self._frames.append(_Frame("", 0, None))
         bottom = self._frames[0]
@@ -268,6 +275,7 @@ class Tape(TorchFunctionMode):
                 self.on_root(module, args)
             if self._pins and not self.pin_sources and torch.is_grad_enabled():
                 self._unpin_dead()
+            self._invocations_before_root = dict(self._invocations)
         self.enter_module(module)
 
     def enter_module(self, module: torch.nn.Module) -> None:
@@ -284,13 +292,15 @@ class Tape(TorchFunctionMode):
         self._invocations[path] = invocation + 1
         self._frames.append(_Frame(path, invocation, self._planned(path, invocation)))
 
-    def _after_module(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+    def _after_module(self, module: torch.nn.Module, _: Any, output: Any) -> None:
         if self._paused or len(self._frames) < 2:
             return
         path = self._paths.get(module)
         while len(self._frames) > 1:
             if self._frames.pop().path == path:
                 break
+        if len(self._frames) == 1 and output is None and sys.exc_info()[0] is not None:
+            self._invocations = self._invocations_before_root  # the forward pass failed: it must not shift the places of the next
 
     def _name(self, module: torch.nn.Module) -> str:
         parent = self._frames[-1].path
@@ -420,11 +430,12 @@ class Tape(TorchFunctionMode):
             if not same_random_state(state, random_state(devices)):
                 call.random_state = state
             self._paused -= 1
+        call.stops_early = call.random_state is None and (bool(call.autocast) or name in functions.SAVES_BEFORE_WORK)
         for index, cell in maybe_written:
             if cell is not None and values[index]._version == versions[index]:
                 cell.written = False
         is_recipe = self._settle_writes(call, values, versions, is_recipe)
-        cells = self._settle_results(call, result, is_recipe, entry)
+        cells = self._settle_results(call, values, result, is_recipe, entry, saved)
         if self.observer is not None:
             self.observer.on_end(call, cells)
         for handle in saved:
@@ -470,7 +481,9 @@ class Tape(TorchFunctionMode):
         """Whether overwritten content can be had again: by its own recipe, or because the tape holds a copy."""
         return cell.call is not None or cell.storage is not None
 
-    def _settle_results(self, call: Call, result: Any, is_recipe: bool, entry: CallPolicy | None) -> list[Cell]:
+    def _settle_results(
+        self, call: Call, values: list[torch.Tensor], result: Any, is_recipe: bool, entry: CallPolicy | None, saved: list[Handle]
+    ) -> list[Cell]:
         """Cells for what the call made: an overwritten argument, internal tensors seen by the hooks, results."""
         cells: list[Cell] = [each for ref in call.outputs.values() if (each := ref()) is not None]
         if call.writes is not None:
@@ -498,6 +511,7 @@ class Tape(TorchFunctionMode):
                 cell.call = None
             call.outputs.clear()
             return cells
+        self._split(call, values, cells, saved)
         for cell in cells:
             if entry is not None:
                 cell.evict = cell.position in entry.evict
@@ -507,6 +521,59 @@ class Tape(TorchFunctionMode):
             elif self.policy is not None:
                 cell.keep = True
         return cells
+
+    def _split(self, call: Call, values: list[torch.Tensor], cells: list[Cell], saved: list[Handle]) -> None:
+        """Give internal cells a recipe of their own where it is cheaper than the whole call: a dropout's noise its bits (and these
+        another drawing), the copies a matrix product makes of its arguments the call's beginning."""
+        internal = [cell for cell in cells if cell.position.startswith("in")]
+        if not internal or call.writes is not None:
+            return
+        noise = internal[0]
+        if functions.is_dropout(call.func) and len(internal) == 1 and noise.device.type == "cpu":
+            probability = functions.dropout_probability(call.args, call.kwargs)
+            geometry = next((each.geometry for each in saved if each.cell is noise), None)
+            if geometry is None or geometry[0] != values[0].dtype or noise.nbytes != geometry[2].numel() * geometry[0].itemsize:
+                return
+            part = call.part()
+            num_elements = geometry[2].numel()
+            packed = PackedCell(self, noise, num_elements, geometry[0])
+            packed.call = again = call.part()  # where the bits are gone as well
+            again.func, again.kwargs, again.values, again.inputs = draw, {}, [], ()
+            again.args = (geometry[2], geometry[3], geometry[0], probability)
+            again.makes, again.autocast = "bits", ()
+            again.outputs[packed.position] = weakref.ref(packed)
+            part.func, part.kwargs = unpack, {}
+            part.args = (Slot(0), num_elements, geometry[0], probability)
+            part.values, part.inputs = [Value(packed, packed.geometry, False)], (packed,)
+            part.makes, part.autocast, part.random_state = "in", (), None
+            call.func, call.args, call.kwargs = torch.mul, (Slot(0), Slot(1)), {}
+            call.values, call.inputs = [call.values[0], Value(noise, geometry, False)], (*call.inputs, noise)
+            call.random_state = None
+        elif call.stops_early:
+            part = call.part()
+        else:
+            return
+        for cell in internal:
+            del call.outputs[cell.position]
+            cell.call = part
+            part.outputs[cell.position] = weakref.ref(cell)
+        if self.observer is not None:
+            self.observer.on_part(part, internal)
+
+    @property
+    def is_packing(self) -> bool:
+        """Whether noise is being packed at the moment: nobody may evict then."""
+        return self._num_packing > 0
+
+    def pack_noise(self, storage: torch.UntypedStorage, num_elements: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        """The bits of the noise on the storage."""
+        self._paused += 1
+        self._num_packing += 1
+        try:
+            return pack(view_of(storage, (dtype, 0, torch.Size([num_elements]), (1,)))).untyped_storage()
+        finally:
+            self._num_packing -= 1
+            self._paused -= 1
 
     @staticmethod
     def _adopt(cell: Cell, call: Call, position: str, cells: list[Cell]) -> None:
@@ -610,6 +677,8 @@ class Tape(TorchFunctionMode):
                 cell.call = call
                 cell.position = f"in{number}"
                 call.outputs[cell.position] = weakref.ref(cell)
+                if self.observer is not None:
+                    self.observer.on_internal(call)
         if not self.record_all and call is None and (cell is None or not cell.evict):
             return KeptHandle(tensor)
         if cell is None:

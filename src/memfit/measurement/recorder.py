@@ -19,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core import trace as core
-from memfit.engine.cell import Call, Cell, Handle, StorageRef
+from memfit.engine import packing
+from memfit.engine.cell import Call, Cell, Handle, PackedCell, StorageRef
 from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, is_top_dispatch_mode, num_holders
 from memfit.measurement.backends import Backend
@@ -106,6 +107,8 @@ class Recorder(TorchDispatchMode):
     def start(self) -> None:
         """File what is alive, then watch. Garbage is collected first, so that it does not count as the program's."""
         gc.collect()
+        if self.backend.name == "cpu":
+            packing.seconds_per_byte(torch.device("cpu"), torch.float32)  # measured now, while little is alive
         for kind, tensors in self._known.items():
             for tensor in tensors:
                 if (watched := self._file_known(tensor, kind)) is not None:
@@ -341,12 +344,42 @@ class Recorder(TorchDispatchMode):
         self._poll()
         is_loss = call.func.__name__ in _LOSSES if hasattr(call.func, "__name__") else False
         self._set_phase("loss" if is_loss or (not call.module and self._calls) else "forward")
-        self._events.append((core.BEGIN, len(self._calls)))
         self._current = {
-            "call": call, "seconds": 0.0, "module": call.module, "location": call.location,
+            "begin_event": len(self._events), "internal_seconds": 0.0, "internal_highest": 0, "is_product": False, "call": call, "seconds": 0.0, "module": call.module, "location": call.location,
             "before": self.live_bytes, "highest": self.live_bytes,
         }  # fmt: skip
+        self._events.append((core.BEGIN, len(self._calls)))
         self._overhead_seconds += time.perf_counter() - entered
+
+    def on_internal(self, call: Call) -> None:
+        if self._current is not None:
+            self._current["internal_seconds"] = self._current["seconds"]
+            self._current["internal_highest"] = self._current["highest"]
+
+    def on_part(self, part: Call, cells: list[Cell]) -> None:
+        """A row of its own for what the running call saved inside: for noise the unpacking, else the call's beginning."""
+        if not self._is_on or self._current is None:
+            return
+        index = len(self._calls)
+        self._calls.append(part)
+        self._events += [(core.BEGIN, index), (core.END, index)]
+        inputs = tuple(dict.fromkeys(self._cell_row(cell, -1) for cell in part.inputs))
+        outputs = tuple(self._cell_row(cell, index) for cell in cells)
+        num_bytes = sum(cell.nbytes for cell in cells)
+        function = part.place.rpartition(":")[2]
+        seconds = self._current["internal_seconds"]
+        extra_bytes = max(0, self._current["internal_highest"] - self._current["before"] - num_bytes)
+        if part.makes == "in":
+            self._current["is_product"] = True
+            function += " noise"
+            seconds = packing.seconds_per_byte(cells[0].device, part.args[2]) * num_bytes
+            extra_bytes = packing.WORKSPACE_BYTES
+        self._call_rows.append(
+            {
+                "place": part.place, "function": function, "module": part.module, "location": part.location, "seconds": seconds,
+                "inputs": inputs, "outputs": outputs, "extra_bytes": extra_bytes,
+            }
+        )  # fmt: skip
 
     def on_end(self, call: Call, cells: list[Cell]) -> None:
         if not self._is_on or self._current is None:
@@ -355,19 +388,23 @@ class Recorder(TorchDispatchMode):
         current, self._current = self._current, None
         index = len(self._calls)
         self._calls.append(call)
-        for cell in cells:
+        self._events[current["begin_event"]] = (core.BEGIN, index)  # a part may have come between
+        own = [cell for cell in cells if cell.call is call or cell.call is None]
+        for cell in own:
             self._cell_row(cell, index)
-        own_bytes = sum(cell.nbytes for cell in cells if cell.position != "mut0")
+        own_bytes = sum(cell.nbytes for cell in own if cell.position != "mut0")
+        extra_bytes = max(0, current["highest"] - current["before"] - own_bytes)
+        is_product = current["is_product"]  # replayed as argument times noise, without drawing
         self._call_rows.append(
             {
                 "place": call.place,
                 "function": call.place.rpartition(":")[2],
                 "module": call.module,
                 "location": call.location,
-                "seconds": current["seconds"],
+                "seconds": current["seconds"] - (current["internal_seconds"] if is_product else 0.0),
                 "inputs": tuple(dict.fromkeys(self._cell_row(cell, -1) for cell in call.inputs)),
                 "outputs": tuple(self._cells[cell] for cell in cells if cell.call is call),
-                "extra_bytes": max(0, current["highest"] - current["before"] - own_bytes),
+                "extra_bytes": 0 if is_product else extra_bytes,
             }
         )
         self._events.append((core.END, index))
@@ -393,9 +430,10 @@ class Recorder(TorchDispatchMode):
         return index
 
     def _storage_of(self, cell: Cell) -> _Storage:
-        watched = self._watched.get(cell.ref.key)
+        watched = None if isinstance(cell, PackedCell) else self._watched.get(cell.ref.key)
         if watched is None or watched.own or cell.ref() is None:
-            watched = _Storage(len(self._storages), cell.nbytes, "temporary", False)
+            kind = "packed" if isinstance(cell, PackedCell) else "temporary"
+            watched = _Storage(len(self._storages), cell.nbytes, kind, False)
             watched.released = True
             self._storages.append(watched)
         return watched

@@ -34,13 +34,17 @@ def moves_of(trace: Trace, result: Replay, evict: frozenset[int], pin: frozenset
     for call in result.calls:
         seconds[home[call]] += trace.calls[call].seconds
     saved = {handle.cell for handle in trace.handles}
+    at_place: dict[str, list[int]] = defaultdict(list)  # a call and its parts
+    for index, each in enumerate(trace.calls):
+        at_place[each.place].append(index)
     return tuple(
         replace(
             _move(trace, place, [c for c in members if c in evict], [c for c in members if c in pin], seconds[place]),
-            calls=tuple(trace.calls[call].place for call in calls[place]),
+            calls=tuple(dict.fromkeys(trace.calls[call].place for call in calls[place])),
             keep=tuple(
                 cell_key(trace, cell)
-                for call in calls[place]
+                for name in dict.fromkeys(trace.calls[call].place for call in calls[place])
+                for call in at_place[name]
                 for cell in trace.calls[call].outputs
                 if cell in saved and cell not in evict and cell not in pin
             ),

@@ -91,7 +91,12 @@ class Problem:
                 self.lonely_until[self.trace.handles[operand].cell] = index
             elif operation == BEGIN:
                 self.begin_event[operand] = index
-        self.is_held_for_ever = np.array([released[c.storage] == len(self.trace.events) for c in self.trace.cells])
+        self.is_held_for_ever = np.array(
+            [
+                released[cell.storage] == len(self.trace.events) and self.trace.storages[cell.storage].kind != "packed"
+                for cell in self.trace.cells
+            ]
+        )
         self.lonely_from = np.array([released[cell.storage] for cell in self.trace.cells], dtype=np.int64)
 
     def _build_graph(self, num_cells: int, num_calls: int) -> None:

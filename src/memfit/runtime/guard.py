@@ -82,16 +82,27 @@ class Guard:
         if self._open_bytes >= self._enough_bytes and not self._cut(_SMALLEST * self._segment_bytes):
             self._enough_bytes = 1.25 * self._open_bytes
 
+    def on_internal(self, call: Call) -> None:
+        self._recorder.on_internal(call)
+
+    def on_part(self, part: Call, cells: list[Cell]) -> None:
+        self._recorder.on_part(part, cells)
+        self._note(part, cells)
+
     def on_end(self, call: Call, cells: list[Cell]) -> None:
         self._recorder.on_end(call, cells)
-        number = self._number_of[call] = self._num_calls
+        self._note(call, cells)
+        self._number_of[call] = self._num_calls
         self._num_calls += 1
+
+    def _note(self, call: Call, cells: list[Cell]) -> None:
+        """What the call with the next number made and read."""
         for cell in cells:
             if cell.call is call:
                 self._open.append(cell)
-                self._made[cell] = number
+                self._made[cell] = self._num_calls
         for cell in call.inputs:
-            self._last_read[cell] = number
+            self._last_read[cell] = self._num_calls
 
     def on_save(self, handle: Handle, call: Call | None) -> None:
         self._recorder.on_save(handle, call)
@@ -185,6 +196,8 @@ class Guard:
 
         In forward some room stays for the operations of backward and for what they ask for.
         """
+        if self._tape.is_packing:  # in the middle of an eviction; it frees far more than it takes
+            return
         for segment in self._segments:
             if self._fits(nbytes):
                 return
