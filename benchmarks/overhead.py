@@ -41,8 +41,8 @@ def measure() -> dict[str, float]:
     places = [f"0|#0/{number}:exp" for number in range(NUM_CALLS)]
     settings: dict[str, tuple[Policy | None, bool]] = {
         "installed, nothing planned here": (None, False),
-        "recorded and kept": (Policy(places, [], [f"{place}|out0" for place in places]), False),
-        "recorded and evicted": (Policy(places, [f"{place}|out0" for place in places[1::2]], [f"{p}|out0" for p in places[::2]]), False),
+        "recorded and kept": (Policy(places, [], [f"{place}|out0" for place in places], []), False),
+        "recorded and evicted": (Policy(places, [f"{place}|out0" for place in places[1::2]], [f"{p}|out0" for p in places[::2]], []), False),
         "everything recorded (measuring, guarding)": (None, True),
     }  # fmt: skip
     best: dict[str, float] = {"plain": float("inf")} | dict.fromkeys(settings, float("inf"))

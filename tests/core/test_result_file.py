@@ -68,12 +68,12 @@ def test_every_field_is_documented():
     ("certificate", "verdict"),
     [
         (Certificate(), "untouched"),
-        (Certificate(buffers_equal=True, generators_equal=True), "untouched"),
+        (Certificate(sources_equal=True, generators_equal=True), "untouched"),
         (Certificate(5, 5), "unchecked"),
-        (Certificate(5, 5, buffers_equal=True, generators_equal=True), "unchecked"),  # no tensor was compared
+        (Certificate(5, 5, sources_equal=True, generators_equal=True), "unchecked"),  # no tensor was compared
         (Certificate(5, 5, 3, verified_steps=1), "equal"),
         (Certificate(5, 5, 3, 1, verified_steps=1), "different"),
-        (Certificate(5, 5, 3, buffers_equal=False), "different"),
+        (Certificate(5, 5, 3, sources_equal=False), "different"),
         (Certificate(5, 5, 3, generators_equal=False), "different"),
         (Certificate(generators_equal=False), "different"),
     ],

@@ -41,7 +41,7 @@ Peak         in backward (step 2), 97.7 % of the budget; read from the live
 Prediction   peak 2.92 GiB, measured 2.93 GiB, 0.50 % higher; 1.48 s a step,
              measured 1.50 s
 Equal        yes, bit for bit: 44850 evicted, 44850 restored, 450 verified in 3
-             steps; 12 buffers equal; generators equal
+             steps; 12 sources unchanged; generators equal
 Steps        300 steps: 300 measured, 299 under the plan; cpu, bitwise, torch
              2.13.0, memfit 0.1.0
 Note         step 1: the guard let go of 12 saved tensors under pressure.
@@ -145,7 +145,7 @@ def test_a_run_that_finished_says_nothing_of_its_end():
 def test_a_mismatch_is_said_in_capitals_with_the_places():
     certificate = Certificate(5, 5, 4, 1, 2, False, True, 1, ("layer.0", "layer.3"))
     assert fact("Equal", certificate=certificate) == (
-        "NO: 5 evicted, 5 restored, 4 verified in 1 step, 1 differed; 2 buffers DIFFER; generators equal"
+        "NO: 5 evicted, 5 restored, 4 verified in 1 step, 1 differed; 2 sources CHANGED; generators equal"
     )
     assert fact("Differed", certificate=certificate) == "layer.0, layer.3; kept in memory since"
 

@@ -33,15 +33,15 @@ def write_to_a_parameter(call):
 
 def test_generators_and_sources_are_compared_in_verified_steps(scripts):
     certificate = scripts.compare(PLAIN).result.certificate
-    assert (certificate.generators_equal, certificate.buffers_equal) == (True, True)
-    assert certificate.num_buffers_checked >= 16  # weights and biases of the blocks
+    assert (certificate.generators_equal, certificate.sources_equal) == (True, True)
+    assert certificate.num_sources_checked >= 16  # weights and biases of the blocks
 
 
 def test_nothing_is_claimed_where_nothing_was_compared(scripts):
     certificate = scripts.compare(PLAIN, verify="off").result.certificate
     assert certificate.num_evicted > 0
-    assert (certificate.generators_equal, certificate.buffers_equal) == (None, None)
-    assert (certificate.num_buffers_checked, certificate.num_verified, certificate.verdict) == (0, 0, "unchecked")
+    assert (certificate.generators_equal, certificate.sources_equal) == (None, None)
+    assert (certificate.num_sources_checked, certificate.num_verified, certificate.verdict) == (0, 0, "unchecked")
 
 
 def test_a_replay_that_moves_the_generator_stops_the_step(scripts, monkeypatch):
@@ -56,4 +56,4 @@ def test_a_replay_that_writes_to_what_it_reads_stops_the_step(scripts, monkeypat
     ran = run_with(scripts, monkeypatch, write_to_a_parameter)
     with pytest.raises(CertificateError, match=r"wrote to one of its inputs .* which plain PyTorch does not do a second time"):
         raise ran.error
-    assert (ran.result.certificate.buffers_equal, ran.result.certificate.verdict) == (False, "different")
+    assert (ran.result.certificate.sources_equal, ran.result.certificate.verdict) == (False, "different")

@@ -445,7 +445,7 @@ for i in range(6):
         + END
     )
     result = scripts.compare(source, share=0.85).result
-    assert result.certificate.buffers_equal
+    assert result.certificate.sources_equal
 
 
 def test_workers_of_a_data_loader_find_the_scripts_classes_and_nothing_of_memfit(scripts):

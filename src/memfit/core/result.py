@@ -40,10 +40,9 @@ class Certificate:
     num_evicted, num_restored: storages that left, and that came back, in all steps of the run.
     num_verified: restored ones whose fingerprint was compared with the one taken when they left, in `verified_steps`
         steps.
-    num_mismatched: verified ones that differed; eviction stopped at `mismatched_places` and training went on with
-        the right bits.
-    buffers_equal: in the verified steps no buffer was written more often than the program wrote it; None: not
-        looked at.
+    num_mismatched: verified ones that differed, at `mismatched_places`; the run is stopped there.
+    num_sources_checked: what replays read from outside (parameters, inputs) or must not write (running statistics), compared
+        before and after. sources_equal: none of it had changed; None: not looked at.
     generators_equal: the random generators ended those steps where plain eager ends them; None: not looked at.
     """
 
@@ -51,8 +50,8 @@ class Certificate:
     num_restored: int = 0
     num_verified: int = 0
     num_mismatched: int = 0
-    num_buffers_checked: int = 0
-    buffers_equal: bool | None = None
+    num_sources_checked: int = 0
+    sources_equal: bool | None = None
     generators_equal: bool | None = None
     verified_steps: int = 0
     mismatched_places: tuple[str, ...] = ()
@@ -64,7 +63,7 @@ class Certificate:
         'different' as soon as one comparison failed; 'untouched' where nothing was evicted, so nothing can differ;
         'unchecked' where tensors left and none was compared; else 'equal'.
         """
-        if self.num_mismatched or self.buffers_equal is False or self.generators_equal is False:
+        if self.num_mismatched or self.sources_equal is False or self.generators_equal is False:
             return DIFFERENT
         if not self.num_evicted:
             return UNTOUCHED
@@ -85,7 +84,7 @@ class Result:
     planned_peak_bytes: the same of the measured steps that the plan ran: what the prediction is compared with.
     floor_bytes: the smallest budget the planner could have served.
     step_seconds: median of the steps under the plan, or of all where nothing was installed. eager_step_seconds: an
-        estimate, the measured step less what measuring cost.
+        estimate, the planned steps less what restoring took in them (recording, 1-4 %, stays in); None where no step ran under a plan.
     num_steps: optimizer steps seen; num_measured_steps: those whose peak was read; num_planned_steps:
         those under the plan.
     installed: whether memfit changed anything at all (False: the step fitted as it was).

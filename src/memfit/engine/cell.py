@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,8 +218,9 @@ class Handle:
     cell: may change once, from the storage's cell when it was saved to the one after the saving call wrote it.
 
     alias: the tensor while it is held (a detached alias: returning the packed tensor itself would tie an output to its own node).
+    geometry: of the tensor, once it has been evicted.
     probe, version: the version counter, and where it stood when the tensor was saved; autograd compares them only where no hooks
-        are, so it is done here.
+        are, so it is done here. The probe is the first alias; when that is evicted it loses its bytes and keeps the counter.
     """
 
     __slots__ = ("__weakref__", "alias", "cell", "geometry", "probe", "tape", "version")
@@ -226,10 +228,19 @@ class Handle:
     def __init__(self, tape: Tape, cell: Cell, tensor: torch.Tensor) -> None:
         self.tape = tape
         self.cell: Cell = cell
-        self.alias: torch.Tensor | None = tensor.detach()
-        self.probe = probe_of(tensor)
+        self.probe = tensor.detach()
+        self.alias: torch.Tensor | None = self.probe
         self.version = self.probe._version
-        self.geometry = geometry_of(tensor)
+        self.geometry: Geometry | None = None
+
+    def let_go(self) -> None:
+        """Hold the bytes no longer."""
+        alias = self.alias
+        assert alias is not None
+        self.geometry = geometry_of(alias)
+        self.alias = None
+        if alias is self.probe:
+            alias.data = _no_bytes(alias.dtype, alias.device)
 
     def __del__(self) -> None:
         self.tape.on_drop(self)
@@ -248,8 +259,13 @@ class KeptHandle:
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without bytes that shares the tensor's version counter."""
     probe = tensor.detach()
-    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    probe.data = _no_bytes(tensor.dtype, tensor.device)
     return probe
+
+
+@cache
+def _no_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:

@@ -6,6 +6,7 @@ worst case (it may write, it may draw).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -270,6 +271,39 @@ def is_writing(func: Callable[..., Any]) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_")
+
+
+LOOKING, WRITING, MAY_WRITE, PLAIN = "looking", "writing", "may write", "plain"
+
+
+@cache
+def kind_of(func: Callable[..., Any]) -> str:
+    """LOOKING, WRITING (by its name), MAY_WRITE (it has a flag `inplace`, or is no function of a tensor's content), or PLAIN."""
+    if is_looking(func):
+        return LOOKING
+    if func is torch.Tensor.backward or func is torch.autograd.backward:
+        return MAY_WRITE
+    if is_writing(func):
+        return WRITING
+    return MAY_WRITE if _inplace_position(func) is not None or func in _STATISTICS else PLAIN
+
+
+@cache
+def _inplace_position(func: Callable[..., Any]) -> int | None:
+    """Where the flag `inplace` stands among the arguments of a function of torch.nn.functional."""
+    try:
+        names = list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):  # a builtin: what it does is in its name
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def may_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call may overwrite one of its arguments, statistics aside."""
+    if kind_of(func) is WRITING or "out" in kwargs or kwargs.get("inplace"):
+        return True
+    position = _inplace_position(func)
+    return position is not None and position < len(args) and bool(args[position])
 
 
 @cache

@@ -8,6 +8,7 @@ Costs (one thread, torch 2.13 CPU) are measured by benchmarks/overhead.py.
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -91,6 +92,7 @@ class Counts:
         self.num_evicted = self.num_restored = self.num_verified = self.num_replayed_calls = self.num_kept_instead = 0
         self.num_mismatched = self.num_sources_checked = self.num_sources_changed = 0
         self.num_generator_checks = self.num_generators_moved = 0
+        self.restore_seconds = 0.0
         self.sources: weakref.WeakSet[Cell] = weakref.WeakSet()  # already counted in num_sources_checked
         self.mismatched_places: list[str] = []
 
@@ -313,16 +315,17 @@ class Tape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        kind = functions.kind_of(func)
+        if self._paused or kind is functions.LOOKING:
+            return func(*args, **kwargs)
+        if kind is functions.PLAIN and not self.record_all and self._frames[-1].planned is None and "out" not in kwargs:
             return func(*args, **kwargs)
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             return self._run_backward(func, *args, **kwargs)
-        if functions.is_looking(func):
-            return func(*args, **kwargs)
         if self.record_all and is_in_compiled():
             raise UnsupportedError(_COMPILED)
         if not torch.is_grad_enabled():
-            if functions.is_writing(func) or "out" in kwargs:
+            if functions.may_write(func, args, kwargs):
                 return self._run_writing(func, args, kwargs)
             return func(*args, **kwargs)
         if in_backward():
@@ -336,7 +339,7 @@ class Tape(TorchFunctionMode):
             frame.ordinal += 1
             entry = frame.planned.get(frame.ordinal) if frame.planned is not None else None
         if entry is None and not (self.record_all and is_differentiable):
-            if functions.is_writing(func) or "out" in kwargs or kwargs.get("inplace"):
+            if functions.may_write(func, args, kwargs):
                 return self._run_writing(func, args, kwargs)
             return func(*args, **kwargs)
         return self._record(func, types, args, kwargs, frame, entry)
@@ -357,6 +360,8 @@ class Tape(TorchFunctionMode):
 
     def _run_writing(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call that is not recorded but may overwrite content others depend on."""
+        if not kwargs and not self._knows_any(args):  # an optimizer's arithmetic on its state
+            return func(*args)
         statistics = functions.written_statistics(func, args, kwargs)
         certain = functions.written_lists(func, args)
         known = [(t, t._version) for t in tensors_in((args, kwargs)) if self._cell_if_known(t) is not None]
@@ -368,6 +373,16 @@ class Tape(TorchFunctionMode):
             elif cell is not None:
                 cell.written = False
         return result
+
+    def _knows_any(self, args: tuple[Any, ...]) -> bool:
+        """Whether an argument's storage may be a cell's: quick, and True where it is not simple to say."""
+        for each in args:
+            if isinstance(each, torch.Tensor):
+                if type(each) not in _PLAIN_TYPES or each.layout is not torch.strided or each.untyped_storage()._cdata in self._cells:
+                    return True
+            elif isinstance(each, (list, tuple)):
+                return True
+        return False
 
     def _record(self, func: Any, types: Any, args: Any, kwargs: Any, frame: _Frame, entry: CallPolicy | None) -> Any:
         name = functions.name_of(func)
@@ -407,7 +422,7 @@ class Tape(TorchFunctionMode):
                     if not value.scratch and value.cell.call is None:
                         is_recipe = self._pin_source(value.cell, tensor) and is_recipe
         maybe_written: list[tuple[int, Cell | None]] = []
-        if functions.is_writing(func) or "out" in kwargs or kwargs.get("inplace"):
+        if functions.may_write(func, args, kwargs):
             targets = values[:1] if is_recipe else values
             maybe_written = [(index, self._before_write(tensor)) for index, tensor in enumerate(targets)]
         draws = functions.may_draw(func)
@@ -531,7 +546,7 @@ class Tape(TorchFunctionMode):
         noise = internal[0]
         if functions.is_dropout(call.func) and len(internal) == 1 and noise.device.type == "cpu":
             probability = functions.dropout_probability(call.args, call.kwargs)
-            geometry = next((each.geometry for each in saved if each.cell is noise), None)
+            geometry = next((geometry_of(each.probe) for each in saved if each.cell is noise), None)
             if geometry is None or geometry[0] != values[0].dtype or noise.nbytes != geometry[2].numel() * geometry[0].itemsize:
                 return
             part = call.part()
@@ -715,7 +730,7 @@ class Tape(TorchFunctionMode):
             self._paused -= 1
         if self.observer is not None:
             self.observer.on_evicted(handle)
-        handle.alias = None
+        handle.let_go()
         self.counts.num_evicted += 1
         return True
 
@@ -740,17 +755,19 @@ class Tape(TorchFunctionMode):
     def _restore(self, handle: Handle) -> torch.Tensor:
         cell = handle.cell
         num_calls = 0
+        start = time.perf_counter()
         self._restoring = cell
         self._paused += 1
         try:
             if cell.storage is None:
                 num_calls = materialise(cell, self.verify, self.counts)
                 self.counts.num_replayed_calls += num_calls
-            assert cell.storage is not None
+            assert cell.storage is not None and handle.geometry is not None
             handle.alias = view_of(cell.storage, handle.geometry)
         finally:
             self._paused -= 1
             self._restoring = None
+            self.counts.restore_seconds += time.perf_counter() - start
         self.counts.num_restored += 1
         self.counts.num_verified += cell.fingerprint is not None
         drop_need(cell)

@@ -157,7 +157,7 @@ def _apart(ratio: float) -> str:
 
 
 def _certificate(certificate: Certificate, installed: bool) -> Text:
-    """One line: how many left and came back, whether all were equal, buffers, generators."""
+    """One line: how many left and came back, whether all were equal, sources, generators."""
     if not installed and certificate.verdict == UNTOUCHED:
         return Text("plain PyTorch ran, nothing to compare", style=QUIET)
     counts = f"{certificate.num_evicted} evicted, {certificate.num_restored} restored"
@@ -165,9 +165,9 @@ def _certificate(certificate: Certificate, installed: bool) -> Text:
         counts += f", {certificate.num_verified} verified in {format_count(certificate.verified_steps, 'step')}"
         counts += f", {certificate.num_mismatched} differed" if certificate.num_mismatched else ""
     checks = []
-    if certificate.buffers_equal is not None:
-        equal = "equal" if certificate.buffers_equal else "DIFFER"
-        checks.append(f"{format_count(certificate.num_buffers_checked, 'buffer')} {equal}")
+    if certificate.sources_equal is not None:
+        equal = "unchanged" if certificate.sources_equal else "CHANGED"
+        checks.append(f"{format_count(certificate.num_sources_checked, 'source')} {equal}")
     if certificate.generators_equal is not None:
         checks.append(f"generators {'equal' if certificate.generators_equal else 'DIFFER'}")
     rest = "".join(f"; {check}" for check in checks)

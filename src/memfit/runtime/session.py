@@ -109,6 +109,8 @@ class Session:
         self._num_steps = self._num_measured = self._num_planned = self._num_verified = 0
         self._planned_seconds: list[float] = []
         self._free_seconds: list[float] = []
+        self._eager_seconds: list[float] = []  # of planned steps, less what restoring took
+        self._restored_before = 0.0
         self._step_start = 0.0
         self._peak_bytes = 0
         self._peak_phase = ""
@@ -287,6 +289,7 @@ class Session:
         self._planned_peak_bytes = None
         self._planned_seconds.clear()
         self._free_seconds.clear()
+        self._eager_seconds.clear()
         del self.traces[:-2]
         self._is_waiting = not self._is_installed and stacks() != self._stacks_below
         if self._is_waiting:  # inside a context of the program's: its exit would take ours for its own
@@ -306,6 +309,7 @@ class Session:
             self._end_measured_step()
         elif self._is_installed:
             self._planned_seconds.append(seconds)
+            self._eager_seconds.append(seconds - (self._tape.counts.restore_seconds - self._restored_before))
         else:
             self._free_seconds.append(seconds)
         if self.plan is not None and self.plan.moves and self._is_installed:
@@ -317,6 +321,7 @@ class Session:
         elif was_measured:
             self._decide()
         self._step_start = time.perf_counter()
+        self._restored_before = self._tape.counts.restore_seconds
 
     def _count_verified(self) -> None:
         if self._tape.verify:
@@ -607,7 +612,8 @@ class Session:
         eager = replay(trace) if trace is not None else None
         counts = self._tape.counts
         plan = self.plan
-        eager_seconds = min((each.step_seconds for each in self.traces), default=None)
+        is_timed = bool(self._eager_seconds) and self._device.type == "cpu"  # elsewhere work goes on behind the clock's back
+        eager_seconds = statistics.median(self._eager_seconds) if is_timed else None
         seconds = self._planned_seconds or self._free_seconds
         return core.Result(
             budget_bytes=self._budget_bytes or 0,
@@ -634,8 +640,8 @@ class Session:
                 num_restored=counts.num_restored,
                 num_verified=counts.num_verified,
                 num_mismatched=counts.num_mismatched,
-                num_buffers_checked=counts.num_sources_checked,
-                buffers_equal=counts.num_sources_changed == 0 if counts.num_sources_checked else None,
+                num_sources_checked=counts.num_sources_checked,
+                sources_equal=counts.num_sources_changed == 0 if counts.num_sources_checked else None,
                 generators_equal=counts.num_generators_moved == 0 if counts.num_generator_checks else None,
                 verified_steps=self._num_verified,
                 mismatched_places=tuple(counts.mismatched_places),
