@@ -147,7 +147,7 @@ def test_a_mismatch_is_said_in_capitals_with_the_places():
     assert fact("Equal", certificate=certificate) == (
         "NO: 5 evicted, 5 restored, 4 verified in 1 step, 1 differed; 2 sources CHANGED; generators equal"
     )
-    assert fact("Differed", certificate=certificate) == "layer.0, layer.3; kept in memory since"
+    assert fact("Differed", certificate=certificate) == "layer.0, layer.3; the run was stopped"
 
 
 def test_what_was_not_compared_is_not_called_equal():

@@ -121,7 +121,7 @@ def _facts(result: Result) -> list[tuple[str, str | Text]]:
         facts.append(("Equal", _certificate(result.certificate, result.installed)))
     if result.certificate.mismatched_places:
         places = ", ".join(result.certificate.mismatched_places)
-        facts.append(("Differed", Text(f"{places}; kept in memory since", style=BAD)))
+        facts.append(("Differed", Text(f"{places}; the run was stopped", style=BAD)))
     facts.append(("Steps", _steps(result)))
     facts += [("Note" if index == 0 else "", message) for index, message in enumerate(result.messages)]
     if ending := _ENDINGS.get(result.exit_reason, result.exit_reason):
