@@ -85,12 +85,12 @@ class _EvictInsideCalls(TorchDispatchMode):
 
 def plain(program: Program, num_steps: int = 3) -> list[dict[str, str]]:
     """What every step leaves behind in plain eager."""
-    return list(_train(_make(program), num_steps))
+    return list(_train(make(program), num_steps))
 
 
 def evicted(program: Program, how: str, num_steps: int = 3, seed: int = 0) -> tuple[list[dict[str, str]], Tape]:
     """The same on an evicting tape, and the tape."""
-    run = _make(program)
+    run = make(program)
     tape = EvictingTape(how, seed)
     tape.enter()
     try:
@@ -111,7 +111,8 @@ def differences(ours: list[dict[str, str]], theirs: list[dict[str, str]]) -> lis
     ]
 
 
-def _make(program: Program) -> Run:
+def make(program: Program) -> Run:
+    """The program's Run, from the same random state each time."""
     torch.manual_seed(0)
     random.seed(0)
     return program()

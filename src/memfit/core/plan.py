@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import PlanError
-from memfit.core.trace import load_json
+from memfit.core.fields import make_row
+from memfit.core.trace import PLACE, load_json
 
 FORMAT = "memfit-plan"
 VERSION = 1
@@ -78,12 +79,17 @@ class Plan:
         data = load_json(path, FORMAT, VERSION, PlanError, remedy)
         del data["format"], data["version"]
         try:
-            moves = tuple(Move(**_tuples(row)) for row in data.pop("moves"))
-            data["notes"] = tuple(data["notes"])
-            return cls(moves=moves, **data)
-        except (KeyError, TypeError, AttributeError) as error:
+            moves = tuple(make_row(Move, row) for row in data.pop("moves"))
+            plan = make_row(cls, {"notes": data.pop("notes"), "moves": [], **data})
+            for place in (
+                place for move in moves for place in (*move.calls, *map(_place_of, move.evict + move.pin + move.keep))
+            ):
+                if not PLACE.fullmatch(place):
+                    raise ValueError(f"{place!r:.80} is no place of a call")
+            return replace(plan, moves=moves)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"{path} is a damaged plan: {error} while reading it. {remedy}") from error
 
 
-def _tuples(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+def _place_of(key: str) -> str:
+    return key.rpartition("|")[0]

@@ -13,11 +13,13 @@ therefore the trace of a step that ran under evictions is the same trace as that
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import TraceError
+from memfit.core.fields import LARGEST, make_row
 
 FORMAT = "memfit-trace"
 VERSION = 1
@@ -36,6 +38,10 @@ END = "end"  # calls: the call returned
 SPIKE = "spike"  # bytes, not an index: the allocator was this far above the live storages for a moment (workspace)
 PHASE = "phase"  # PHASES: from here on the step is in this phase
 OPERATIONS = (ALLOC, RELEASE, SAVE, UNPACK, DROP, BEGIN, END, SPIKE, PHASE)
+
+
+# A call's identity across steps: section, module path, invocation of the module, ordinal in the invocation, function.
+PLACE = re.compile(r"(\d+)\|(.*)#(\d+)/(\d+):([^|]*)")
 
 
 @dataclass(frozen=True)
@@ -133,17 +139,18 @@ class Trace:
         """Read a trace written by `save`. Raises TraceError for a missing, broken, foreign or newer file."""
         data = load_json(path, FORMAT, VERSION, TraceError, "Take it again with `memfit trace SCRIPT -o trace.json`.")
         try:
-            return cls(
-                device=data["device"],
-                storages=_rows(Storage, data["storages"]),
-                cells=_rows(Cell, data["cells"]),
-                handles=_rows(Handle, data["handles"]),
-                calls=_rows(Call, data["calls"]),
-                events=tuple((OPERATIONS[operation], operand) for operation, operand in data["events"]),
-                step_seconds=data["step_seconds"],
-                meta=data["meta"],
-            )
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+            tables: dict[str, Any] = {
+                name: tuple(
+                    make_row(row_class, dict(zip(data[name]["columns"], row, strict=True))) for row in data[name]["rows"]
+                )
+                for name, row_class in _TABLES.items()
+            }
+            events = tuple((OPERATIONS[_index(operation, len(OPERATIONS))], operand) for operation, operand in data["events"])
+            plain = make_row(_Plain, {name: data[name] for name in ("device", "step_seconds", "meta")})
+            trace = cls(**tables, events=events, device=plain.device, step_seconds=plain.step_seconds, meta=plain.meta)
+            _check(trace)
+            return trace
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise TraceError(
                 f"{path} is a damaged trace: {type(error).__name__} {error} while reading it. "
                 "Take it again with `memfit trace SCRIPT -o trace.json`."
@@ -156,7 +163,7 @@ def load_json(path: str | Path, name: str, version: int, error_class: type[Excep
         data = json.loads(Path(path).read_text())
     except OSError as error:
         raise error_class(f"{path} cannot be read: {error.strerror or error}. {remedy}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise error_class(f"{path} is not JSON ({error}), so it is no {name} file. {remedy}") from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != name:
@@ -168,9 +175,49 @@ def load_json(path: str | Path, name: str, version: int, error_class: type[Excep
     return data
 
 
-def _rows(row_class: type, table: dict[str, Any]) -> tuple[Any, ...]:
-    columns = table["columns"]
-    return tuple(
-        row_class(**{c: tuple(v) if isinstance(v, list) else v for c, v in zip(columns, row, strict=True)})
-        for row in table["rows"]
-    )
+_TABLES = {"storages": Storage, "cells": Cell, "handles": Handle, "calls": Call}
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What a trace holds beside its tables."""
+
+    device: str
+    step_seconds: float
+    meta: dict[str, Any]
+
+
+def _check(trace: Trace) -> None:
+    """Every reference leads to a row, and what is made of something comes after it. Raises ValueError naming the row."""
+    num = {name: len(getattr(trace, name)) for name in _TABLES}
+    for index, storage in enumerate(trace.storages):
+        if storage.nbytes < 0 or storage.kind not in KINDS:
+            raise ValueError(f"storage {index} has {storage.nbytes} bytes of kind {storage.kind!r}")
+    for index, cell in enumerate(trace.cells):
+        _index(cell.storage, num["storages"])
+        _index(cell.call, num["calls"], none=True)
+        _index(cell.previous, index, none=True)
+    for handle in trace.handles:
+        _index(handle.cell, num["cells"])
+        _index(handle.call, num["calls"], none=True)
+    for index, call in enumerate(trace.calls):
+        if not PLACE.fullmatch(call.place):
+            raise ValueError(f"call {index} has the place {call.place!r:.80}")
+        for number in call.inputs:
+            _index(trace.cells[_index(number, num["cells"])].call, index, none=True)
+        for number in call.outputs:
+            if trace.cells[_index(number, num["cells"])].call != index:
+                raise ValueError(f"call {index} has the output {number}, which is not its own")
+        if call.seconds < 0 or call.extra_bytes < 0:
+            raise ValueError(f"call {index} takes {call.seconds} seconds and {call.extra_bytes} extra bytes")
+    limits = {SPIKE: LARGEST, PHASE: len(PHASES), BEGIN: num["calls"], END: num["calls"]}
+    limits |= dict.fromkeys((ALLOC, RELEASE), num["storages"]) | dict.fromkeys((SAVE, UNPACK, DROP), num["handles"])
+    for operation, operand in trace.events:
+        _index(operand, limits[operation])
+
+
+def _index(value: Any, limit: int, none: bool = False) -> int:
+    """The value, if it is an index below the limit, or -1 where that is allowed. Raises ValueError if not."""
+    if type(value) is not int or not (-1 if none else 0) <= value < limit:
+        raise ValueError(f"{value!r:.50} where an index below {limit} stands")
+    return value

@@ -67,7 +67,7 @@ def surroundings(state: RandomState | None, autocast: Autocast, flags: tuple[boo
         if flags is not None:
             stack.callback(_set_attention_flags, attention_flags())
             _set_attention_flags(flags)
-        enabled = dict((device, dtype) for device, _, dtype in autocast)
+        enabled = {device: dtype for device, _, dtype in autocast}
         for device_type in ("cpu", "cuda"):
             wanted = device_type in enabled
             if wanted or torch.is_autocast_enabled(device_type):

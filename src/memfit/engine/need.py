@@ -87,7 +87,9 @@ def materialise(cell: Cell, verify: bool, counts: Counts) -> int:
     verify: also compare generators and external sources before and after each call; what was compared is added to `counts`.
     Raises CertificateError where a comparison fails.
     """
-    assert cell.call is not None and cell.need > 0 and cell.storage is None
+    assert cell.call is not None
+    assert cell.need > 0
+    assert cell.storage is None
     calls: dict[Call, None] = {}
     stack = [cell.call]
     while stack:
@@ -203,10 +205,8 @@ def _arguments(call: Call, made: set[Cell], want_internal: bool) -> tuple[list[t
             )
         if value.cell is written_cell:
             if private is None:
-                if value.cell in made and value.cell.need == 1 and not value.cell.pinned:
-                    private = storage
-                else:
-                    private = storage.clone()
+                is_last_reader = value.cell in made and value.cell.need == 1 and not value.cell.pinned
+                private = storage if is_last_reader else storage.clone()
             storage = private
         tensor = value.tensor(storage)
         if value.requires_grad:
@@ -219,8 +219,11 @@ def _arguments(call: Call, made: set[Cell], want_internal: bool) -> tuple[list[t
     return tensors, tensors[call.writes] if call.writes is not None else None
 
 
-class _Stop(Exception):
-    """Raised from the recording hook once every cast copy wanted has been saved: the call itself need not run."""
+class _Stop(BaseException):
+    """Raised from the recording hook once every cast copy wanted has been saved: the call itself need not run.
+
+    No error, so no Exception: a replayed function that catches its own errors must let it pass.
+    """
 
 
 def _replay(

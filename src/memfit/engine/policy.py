@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_PLACE = re.compile(r"(\d+)\|(.*)#(\d+)/(\d+):([^|]*)")
+from memfit.core.trace import PLACE
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Policy:
         self.num_sections = 0
         self.num_cells = sum(map(len, evicted.values()))
         for place in {*replayed, *evicted, *kept, *pinned}:
-            match = _PLACE.fullmatch(place)
+            match = PLACE.fullmatch(place)
             assert match is not None, place
             section, path, invocation, ordinal, function = match.groups()
             self.num_sections = max(self.num_sections, int(section) + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -46,7 +46,7 @@ class Backend(Protocol):
 
 class CpuBackend:
     name = "cpu"
-    _workspaces: dict[Any, int] = {}  # by operation and shapes, for the life of the process
+    _workspaces: ClassVar[dict[Any, int]] = {}  # by operation and shapes, for the life of the process
 
     def run(self, key: Any, nbytes: int, run: Callable[[], Any]) -> tuple[Any, float, int]:
         if nbytes < _SMALL_BYTES:
@@ -80,7 +80,7 @@ class CudaBackend:
     """Resets the peak counters of the current device while a step is measured (`torch.cuda.reset_peak_memory_stats`)."""
 
     name = "cuda"
-    _workspaces: dict[Any, int] = {}
+    _workspaces: ClassVar[dict[Any, int]] = {}
 
     def run(self, key: Any, nbytes: int, run: Callable[[], Any]) -> tuple[Any, float, int]:
         torch.cuda.reset_peak_memory_stats()
