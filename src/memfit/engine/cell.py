@@ -221,9 +221,10 @@ class Handle:
     geometry: of the tensor, once it has been evicted.
     probe, version: the version counter, and where it stood when the tensor was saved; autograd compares them only where no hooks
         are, so it is done here. The probe is the first alias; when that is evicted it loses its bytes and keeps the counter.
+    is_handed_out: backward may be computing with the alias, so its bytes must stay its own.
     """
 
-    __slots__ = ("__weakref__", "alias", "cell", "geometry", "probe", "tape", "version")
+    __slots__ = ("__weakref__", "alias", "cell", "geometry", "is_handed_out", "probe", "tape", "version")
 
     def __init__(self, tape: Tape, cell: Cell, tensor: torch.Tensor) -> None:
         self.tape = tape
@@ -232,6 +233,7 @@ class Handle:
         self.alias: torch.Tensor | None = self.probe
         self.version = self.probe._version
         self.geometry: Geometry | None = None
+        self.is_handed_out = False
 
     def let_go(self) -> None:
         """Hold the bytes no longer."""
@@ -239,7 +241,9 @@ class Handle:
         assert alias is not None
         self.geometry = geometry_of(alias)
         self.alias = None
-        if alias is self.probe:
+        if alias is self.probe and self.is_handed_out:
+            self.probe = probe_of(alias)
+        elif alias is self.probe:
             alias.data = _no_bytes(alias.dtype, alias.device)
 
     def __del__(self) -> None:

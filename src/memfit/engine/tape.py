@@ -746,6 +746,7 @@ class Tape(TorchFunctionMode):
                 raise _modified(handle.probe, handle.probe._version, handle.version, handle.geometry)
             if handle.alias is None:
                 return self._restore(handle)
+            handle.is_handed_out = True
             return handle.alias
         alias = handle.alias
         if alias._version != handle.version:

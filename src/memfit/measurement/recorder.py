@@ -107,8 +107,6 @@ class Recorder(TorchDispatchMode):
     def start(self) -> None:
         """File what is alive, then watch. Garbage is collected first, so that it does not count as the program's."""
         gc.collect()
-        if self.backend.name == "cpu":
-            packing.seconds_per_byte(torch.device("cpu"), torch.float32)  # measured now, while little is alive
         for kind, tensors in self._known.items():
             for tensor in tensors:
                 if (watched := self._file_known(tensor, kind)) is not None:
@@ -372,8 +370,8 @@ class Recorder(TorchDispatchMode):
         if part.makes == "in":
             self._current["is_product"] = True
             function += " noise"
-            seconds = packing.seconds_per_byte(cells[0].device, part.args[2]) * num_bytes
-            extra_bytes = packing.WORKSPACE_BYTES
+            seconds = packing.MULTIPLICATIONS * (self._current["seconds"] - seconds)  # all after the noise is the multiplication
+            extra_bytes = packing.workspace_bytes(part.args[1])
         self._call_rows.append(
             {
                 "place": part.place, "function": function, "module": part.module, "location": part.location, "seconds": seconds,

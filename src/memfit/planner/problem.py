@@ -95,7 +95,8 @@ class Problem:
             [
                 released[cell.storage] == len(self.trace.events) and self.trace.storages[cell.storage].kind != "packed"
                 for cell in self.trace.cells
-            ]
+            ],
+            dtype=bool,
         )
         self.lonely_from = np.array([released[cell.storage] for cell in self.trace.cells], dtype=np.int64)
 

@@ -14,6 +14,7 @@ from itertools import accumulate
 from memfit.core.errors import BudgetError
 from memfit.core.sizes import format_size
 from memfit.engine.cell import Call, Cell, Handle
+from memfit.engine.packing import workspace_bytes
 from memfit.engine.tape import Tape
 from memfit.measurement.recorder import Recorder
 
@@ -51,6 +52,7 @@ class Guard:
         self._recorder = recorder
         self._budget_bytes = budget_bytes
         self._segment_bytes = max(budget_bytes - fixed_bytes, 1) / _SEGMENTS_IN_ROOM
+        self._packing_bytes = 0  # what packing takes for a moment
         self._saved_in: dict[int, int] = {}  # call number by id of the living handle
         self._forget()
         recorder.make_room = self.make_room
@@ -88,6 +90,8 @@ class Guard:
     def on_part(self, part: Call, cells: list[Cell]) -> None:
         self._recorder.on_part(part, cells)
         self._note(part, cells)
+        if part.makes == "in":
+            self._packing_bytes = max(self._packing_bytes, workspace_bytes(part.args[1]))
 
     def on_end(self, call: Call, cells: list[Cell]) -> None:
         self._recorder.on_end(call, cells)
@@ -215,7 +219,7 @@ class Guard:
             raise self._error(nbytes)
 
     def _fits(self, nbytes: int) -> bool:
-        reserve = 0 if self._is_backward else _OPERATIONS_IN_RESERVE * self._recorder.largest_operation_bytes
+        reserve = self._packing_bytes if self._is_backward else _OPERATIONS_IN_RESERVE * self._recorder.largest_operation_bytes
         self._recorder.limit_bytes = self._budget_bytes - reserve
         return self._recorder.live_bytes + nbytes <= self._recorder.limit_bytes
 
