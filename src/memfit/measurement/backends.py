@@ -43,6 +43,10 @@ class Backend(Protocol):
         """Bytes this process has taken from the device (reserved, not only allocated), or None if unknown."""
         ...
 
+    def give_back(self) -> None:
+        """Give the device what the process has taken and does not use."""
+        ...
+
 
 class CpuBackend:
     name = "cpu"
@@ -74,6 +78,9 @@ class CpuBackend:
 
     def process_bytes(self) -> int | None:
         return None
+
+    def give_back(self) -> None:
+        pass
 
 
 class CudaBackend:
@@ -107,6 +114,9 @@ class CudaBackend:
 
     def process_bytes(self) -> int | None:
         return torch.cuda.memory_reserved()
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
 
 def backend_for(device: torch.device) -> Backend:

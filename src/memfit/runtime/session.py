@@ -404,6 +404,7 @@ class Session:
         measured = trace.meta["measured_peak_bytes"]
         predicted = self.plan.predicted_peak_bytes if self.plan is not None else None
         is_steady = self._num_measured_here >= 2
+        is_fragmented = self._note_fragmentation(measured)
         if self._is_given and self.plan is not None and measured <= self._budget_bytes:
             if not is_steady:  # it holds; the second step has all of the state
                 self._begin_measured_step()
@@ -426,7 +427,7 @@ class Session:
                         f"step {self._num_steps}: measured peak {format_size(measured)}, predicted {format_size(predicted)}; "
                         f"planned again with the measured step and {format_size(self._margin_bytes)} kept free."
                     )
-        holds = predicted is not None and measured <= min(self._budget_bytes, 1.01 * predicted)
+        holds = predicted is not None and not is_fragmented and measured <= min(self._budget_bytes, 1.01 * predicted)
         if holds and self._num_measured_here >= _MEASURED_STEPS:
             return
         self._on_progress("planning", 0, None)
@@ -443,6 +444,20 @@ class Session:
             self._leave()
         elif not is_steady or (self._num_measured_here < _MEASURED_STEPS and (before is None or plan.moves != before.moves)):
             self._begin_measured_step()
+
+    def _note_fragmentation(self, measured_bytes: int) -> bool:
+        """Where the process has taken more from the card than the budget, though less was allocated: keep the difference free from
+        now on, and give the cache back so that the next step shows whether that is enough. True if so."""
+        taken_bytes = self._backend.process_bytes()
+        if self._budget_bytes is None or taken_bytes is None or taken_bytes <= self._budget_bytes:
+            return False
+        self._margin_bytes = max(self._margin_bytes, taken_bytes - measured_bytes)
+        self.messages.append(
+            f"step {self._num_steps}: the process took {format_size(taken_bytes)} from the card where {format_size(measured_bytes)} were "
+            f"allocated at most; {format_size(self._margin_bytes)} are kept free for that."
+        )
+        self._backend.give_back()
+        return True
 
     def _plan_for(self, trace: Trace, is_steady: bool) -> Plan:
         """A plan from a measured step. After the first one, gradients are assumed to stay as long as can be planned."""
