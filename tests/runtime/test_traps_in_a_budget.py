@@ -38,6 +38,8 @@ TIGHT = frozenset(  # backward's own working set is more than 80 % of the step
     [
         "one_buffer_filled_again_for_every_micro_batch", "retained_graphs_and_several_backwards", "gradients_asked_for_by_name",
         "double_backward", "a_step_inside_the_step", "embeddings_sparse_and_renormalized",
+        # refused since the check before the first update: the first of its optimizers steps within the first backward
+        "optimizers_that_step_inside_backward",
     ]
 )  # fmt: skip
 OVER = {
