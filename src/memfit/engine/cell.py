@@ -41,6 +41,7 @@ class Cell:
     need: pending handles on it plus wanted calls that read it (see engine.need).
     keep: the plan keeps this cell, so a need may take hold of it while it lives.
     evict: the plan evicts it: its handles are pending from the start.
+    exposed: the program got at the memory itself (`.numpy()`) and may write there unseen.
     written: the storage has been overwritten since; `ref` no longer leads to this content.
     pinned: held until backward begins, needed or not.
     """
@@ -50,11 +51,13 @@ class Cell:
         "call",
         "device",
         "evict",
+        "exposed",
         "fingerprint",
         "handles",
         "keep",
         "nbytes",
         "need",
+        "pending",
         "pinned",
         "position",
         "previous",
@@ -78,9 +81,11 @@ class Cell:
         self.need = 0
         self.keep = False
         self.evict = False
+        self.exposed = False
         self.written = False
         self.pinned = False
         self.handles: list[weakref.ref[Handle]] = []  # filled while measuring or guarding only
+        self.pending: list[weakref.ref[Handle]] = []  # evicted handles, some of them restored since
         self.fingerprint: int | None = None
         self.probe: torch.Tensor | None = None  # tells of writes the tape is not told of (external sources only)
         self.probe_version = 0

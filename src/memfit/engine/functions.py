@@ -273,12 +273,17 @@ def is_writing(func: Callable[..., Any]) -> bool:
     return name.endswith("_")
 
 
-LOOKING, WRITING, MAY_WRITE, PLAIN = "looking", "writing", "may write", "plain"
+LOOKING, WRITING, MAY_WRITE, LETTING_OUT, PLAIN = "looking", "writing", "may write", "letting out", "plain"
+
+# These hand the tensor's memory to others, who may write there without a trace.
+_LETTING_OUT = frozenset(["numpy", "__array__", "__dlpack__", "share_memory_"])
 
 
 @cache
 def kind_of(func: Callable[..., Any]) -> str:
-    """LOOKING, WRITING (by its name), MAY_WRITE (it has a flag `inplace`, or is no function of a tensor's content), or PLAIN."""
+    """LOOKING, LETTING_OUT, WRITING (by its name), MAY_WRITE (it has a flag `inplace`, or is no function of a tensor's content), or PLAIN."""
+    if name_of(func) in _LETTING_OUT:
+        return LETTING_OUT
     if is_looking(func):
         return LOOKING
     if func is torch.Tensor.backward or func is torch.autograd.backward:

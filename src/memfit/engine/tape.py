@@ -63,6 +63,7 @@ class Observer(Protocol):
     """Who watches the tape: the recorder of a measured step, the guard. All calls come from the step's own thread."""
 
     def on_begin(self, call: Call) -> None: ...
+    def on_failed(self, call: Call) -> None: ...  # it raised; no on_end follows
     def on_internal(self, call: Call) -> None: ...  # autograd has just saved something inside the call that nobody else sees
     def on_part(self, part: Call, cells: list[Cell]) -> None: ...  # a recipe for these cells alone, before their call's own on_end
     def on_end(self, call: Call, cells: list[Cell]) -> None: ...
@@ -200,7 +201,7 @@ class Tape(TorchFunctionMode):
 
         Memory that is not PyTorch's own (numpy arrays, shared memory) can change without any trace: a copy is pinned if it is small.
         """
-        if not cell.pinned and cell.call is None and not tensor.untyped_storage().resizable():
+        if not cell.pinned and cell.call is None and (cell.exposed or not tensor.untyped_storage().resizable()):
             if cell.nbytes > _SMALL_SOURCE_BYTES:
                 return False
             self._paused += 1
@@ -316,6 +317,9 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = functions.kind_of(func)
+        if kind is functions.LETTING_OUT and not self._paused:
+            self._let_out(args[0])
+            return func(*args, **kwargs)
         if self._paused or kind is functions.LOOKING:
             return func(*args, **kwargs)
         if kind is functions.PLAIN and not self.record_all and self._frames[-1].planned is None and "out" not in kwargs:
@@ -437,6 +441,10 @@ class Tape(TorchFunctionMode):
             self.observer.on_begin(call)
         try:
             result = func(*args, **kwargs)
+        except BaseException:
+            if self.observer is not None:
+                self.observer.on_failed(call)
+            raise
         finally:
             self._current = outer_call
             saved, self._saved_now = self._saved_now, outer_saved
@@ -504,8 +512,11 @@ class Tape(TorchFunctionMode):
         if call.writes is not None:
             old = call.values[call.writes].cell
             old.written = True
+            if old.pending:
+                self._follow_alien_write(old)
             new = Cell(old.ref, old.nbytes, old.device, 0)
             new.previous = old
+            new.exposed = old.exposed
             self._cells[old.ref.key] = new
             self._adopt(new, call, "mut0", cells)
         for number, tensor in enumerate(tensors_in(result)):
@@ -655,10 +666,38 @@ class Tape(TorchFunctionMode):
         cell.written = True
         return cell
 
+    def _follow_alien_write(self, cell: Cell) -> None:
+        """The cell was overwritten. Autograd checks the version counter of each tensor it saved; where the write moved another counter
+        (through `.data`, or an array's) it will read what is there now. So what was evicted must hold what is there now."""
+        storage = cell.ref()
+        for ref in cell.pending:
+            handle = ref()
+            if handle is None or handle.alias is not None or handle.probe._version != handle.version or storage is None:
+                continue
+            assert handle.geometry is not None
+            self._paused += 1
+            handle.alias = view_of(storage, handle.geometry)
+            self._paused -= 1
+            self.counts.num_kept_instead += 1
+            drop_need(cell)
+        cell.pending.clear()
+
+    def _let_out(self, tensor: torch.Tensor) -> None:
+        """The program gets at the tensor's memory (`.numpy()`), and may write there unseen: nothing in it is a recipe's from now on."""
+        cell = self._cell_if_known(tensor)
+        if cell is None:
+            return
+        self._before_write(tensor)
+        self._follow_alien_write(cell)
+        self._forget(tensor)
+        self._cells[cell.ref.key].exposed = True
+
     def _forget(self, tensor: torch.Tensor) -> None:
         """The tensor's storage was overwritten by a call that is no recipe: its content is external from now on."""
         cell = self._cell_if_known(tensor)
         if cell is not None:
+            if cell.pending:
+                self._follow_alien_write(cell)
             living = cell.ref()
             if cell.storage is not None and living is not None and cell.storage._cdata == living._cdata:
                 self._lose(cell)
@@ -719,7 +758,9 @@ class Tape(TorchFunctionMode):
     def evict_handle(self, handle: Handle) -> bool:
         """Let the handle's tensor go; True unless its content could not be brought back."""
         cell = handle.cell
-        if handle.alias is None or cell.call is None or handle.probe._version != handle.version:
+        if cell.written:  # through another version counter: eager reads what is there now (else it would refuse to)
+            return False
+        if handle.alias is None or cell.call is None or cell.exposed or handle.probe._version != handle.version:
             return False
         if not add_need(cell):
             self.counts.num_kept_instead += 1
@@ -731,6 +772,7 @@ class Tape(TorchFunctionMode):
         if self.observer is not None:
             self.observer.on_evicted(handle)
         handle.let_go()
+        cell.pending.append(weakref.ref(handle))
         self.counts.num_evicted += 1
         return True
 

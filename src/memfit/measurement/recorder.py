@@ -22,7 +22,7 @@ from memfit.core import trace as core
 from memfit.engine import packing
 from memfit.engine.cell import Call, Cell, Handle, PackedCell, StorageRef
 from memfit.engine.need import tensors_in
-from memfit.engine.private import in_backward, is_top_dispatch_mode, num_holders
+from memfit.engine.private import in_backward, is_top_dispatch_mode, is_transformed, num_holders
 from memfit.measurement.backends import Backend
 from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed
 
@@ -50,7 +50,7 @@ class _Storage:
 
     __slots__ = ("handles", "index", "kind", "location", "module", "nbytes", "own", "persistent", "ref", "released")
 
-    ref: StorageRef
+    ref: Callable[[], torch.UntypedStorage | None]
 
     def __init__(self, index: int, nbytes: int, kind: str, own: bool) -> None:
         self.index = index
@@ -62,6 +62,11 @@ class _Storage:
         self.own = own  # made by memfit's own restoring: not part of the program's step
         self.handles: set[int] = set()  # handles that hold it now
         self.released = False
+        self.ref = _dead  # until it is known
+
+
+def _dead() -> None:
+    return None
 
 
 class Recorder(TorchDispatchMode):
@@ -349,6 +354,11 @@ class Recorder(TorchDispatchMode):
         self._events.append((core.BEGIN, len(self._calls)))
         self._overhead_seconds += time.perf_counter() - entered
 
+    def on_failed(self, call: Call) -> None:
+        if self._current is not None:
+            del self._events[self._current["begin_event"]]
+            self._current = None
+
     def on_internal(self, call: Call) -> None:
         if self._current is not None:
             self._current["internal_seconds"] = self._current["seconds"]
@@ -482,7 +492,11 @@ class Recorder(TorchDispatchMode):
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout is torch.strided
+        and not is_transformed(tensor)
+    )
 
 
 def _tensors_alive() -> list[torch.Tensor]:

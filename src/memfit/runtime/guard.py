@@ -84,6 +84,9 @@ class Guard:
         if self._open_bytes >= self._enough_bytes and not self._cut(_SMALLEST * self._segment_bytes):
             self._enough_bytes = 1.25 * self._open_bytes
 
+    def on_failed(self, call: Call) -> None:
+        self._recorder.on_failed(call)
+
     def on_internal(self, call: Call) -> None:
         self._recorder.on_internal(call)
 
