@@ -21,7 +21,7 @@ def steady(trace: Trace, gradients: str, state_bytes: int = 0) -> Trace:
     gradients: one of GRADIENTS. state_bytes: optimizer state that the trace does not know of yet (it ends before the optimizer's step).
     """
     first_phase = next((i for i, (operation, _) in enumerate(trace.events) if operation == PHASE), len(trace.events))
-    before, during = list(trace.events[:first_phase]), trace.events[first_phase:]
+    before, during = list(trace.events[:first_phase]), list(trace.events[first_phase:])
     storages = list(trace.storages)
     early = [event for event in during if event[0] == ALLOC and storages[event[1]].persistent]
     if state_bytes:

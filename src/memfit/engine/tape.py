@@ -65,7 +65,9 @@ class Observer(Protocol):
     def on_begin(self, call: Call) -> None: ...
     def on_failed(self, call: Call) -> None: ...  # it raised; no on_end follows
     def on_internal(self, call: Call) -> None: ...  # autograd has just saved something inside the call that nobody else sees
-    def on_part(self, part: Call, cells: list[Cell]) -> None: ...  # a recipe for these cells alone, before their call's own on_end
+    def on_part(
+        self, part: Call, cells: list[Cell]
+    ) -> None: ...  # a recipe for these cells alone, before their call's own on_end
     def on_end(self, call: Call, cells: list[Cell]) -> None: ...
     def on_save(self, handle: Handle, call: Call | None) -> None: ...
     def on_evicted(self, handle: Handle) -> None: ...
@@ -303,7 +305,9 @@ class Tape(TorchFunctionMode):
             if self._frames.pop().path == path:
                 break
         if len(self._frames) == 1 and output is None and sys.exc_info()[0] is not None:
-            self._invocations = self._invocations_before_root  # the forward pass failed: it must not shift the places of the next
+            self._invocations = (
+                self._invocations_before_root
+            )  # the forward pass failed: it must not shift the places of the next
 
     def _name(self, module: torch.nn.Module) -> str:
         parent = self._frames[-1].path
@@ -382,7 +386,11 @@ class Tape(TorchFunctionMode):
         """Whether an argument's storage may be a cell's: quick, and True where it is not simple to say."""
         for each in args:
             if isinstance(each, torch.Tensor):
-                if type(each) not in _PLAIN_TYPES or each.layout is not torch.strided or each.untyped_storage()._cdata in self._cells:
+                if (
+                    type(each) not in _PLAIN_TYPES
+                    or each.layout is not torch.strided
+                    or each.untyped_storage()._cdata in self._cells
+                ):
                     return True
             elif isinstance(each, (list, tuple)):
                 return True
@@ -505,7 +513,13 @@ class Tape(TorchFunctionMode):
         return cell.call is not None or cell.storage is not None
 
     def _settle_results(
-        self, call: Call, values: list[torch.Tensor], result: Any, is_recipe: bool, entry: CallPolicy | None, saved: list[Handle]
+        self,
+        call: Call,
+        values: list[torch.Tensor],
+        result: Any,
+        is_recipe: bool,
+        entry: CallPolicy | None,
+        saved: list[Handle],
     ) -> list[Cell]:
         """Cells for what the call made: an overwritten argument, internal tensors seen by the hooks, results."""
         cells: list[Cell] = [each for ref in call.outputs.values() if (each := ref()) is not None]
@@ -805,7 +819,8 @@ class Tape(TorchFunctionMode):
             if cell.storage is None:
                 num_calls = materialise(cell, self.verify, self.counts)
                 self.counts.num_replayed_calls += num_calls
-            assert cell.storage is not None and handle.geometry is not None
+            assert cell.storage is not None
+            assert handle.geometry is not None
             handle.alias = view_of(cell.storage, handle.geometry)
         finally:
             self._paused -= 1

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-
 _SMALLEST_PROBE = 16  # below that many samples other kernels are chosen
 _BLOCK = 16  # oneDNN's layouts pad channels to multiples of this
 

@@ -236,10 +236,11 @@ class Recorder(TorchDispatchMode):
             self._current["highest"] = max(self._current["highest"], self.live_bytes + spike)
 
     def _on_death(self, ref: Any) -> None:
-        watched = self._watched.get(ref.key)
+        key: int = ref.key
+        watched = self._watched.get(key)
         if watched is None or watched.ref is not ref:
             return
-        del self._watched[ref.key]
+        del self._watched[key]
         self._waiting.pop(watched.index, None)
         self.live_bytes -= watched.nbytes
         self._live_by_kind[watched.kind] -= watched.nbytes
@@ -380,7 +381,9 @@ class Recorder(TorchDispatchMode):
         if part.makes == "in":
             self._current["is_product"] = True
             function += " noise"
-            seconds = packing.MULTIPLICATIONS * (self._current["seconds"] - seconds)  # all after the noise is the multiplication
+            seconds = packing.MULTIPLICATIONS * (
+                self._current["seconds"] - seconds
+            )  # all after the noise is the multiplication
             extra_bytes = packing.workspace_bytes(part.args[1])
         self._call_rows.append(
             {

@@ -173,7 +173,9 @@ class Guard:
                 crossing[last + 1] -= nbytes
         crossing, saved = list(accumulate(crossing)), list(accumulate(saved))
         possible = [
-            (crossing[end], -end) for end in range(1, num_calls + 1) if crossing[end] < _DEAD and saved[end] > max(least_bytes, 0)
+            (crossing[end], -end)
+            for end in range(1, num_calls + 1)
+            if crossing[end] < _DEAD and saved[end] > max(least_bytes, 0)
         ]
         return start - min(possible)[1] if possible else None
 

@@ -412,21 +412,8 @@ class Session:
                 self._leave()
             return
         self._is_given = False
-        if is_steady and self.plan is not None and predicted is not None:
-            if measured > min(self._budget_bytes, 1.01 * predicted):
-                eager_bytes = replay(trace).peak_bytes
-                grown_bytes = eager_bytes - self.plan.eager_peak_bytes
-                if grown_bytes > eager_bytes // 100:  # another step than the one that was planned: no fault of the prediction
-                    self.messages.append(
-                        f"step {self._num_steps}: {format_size(grown_bytes)} more than step {self._num_steps - 1} under plain "
-                        f"PyTorch; measured peak {format_size(measured)}, planned again with this step."
-                    )
-                else:
-                    self._margin_bytes += measured - predicted
-                    self.messages.append(
-                        f"step {self._num_steps}: measured peak {format_size(measured)}, predicted {format_size(predicted)}; "
-                        f"planned again with the measured step and {format_size(self._margin_bytes)} kept free."
-                    )
+        if is_steady and self.plan is not None and measured > min(self._budget_bytes, 1.01 * self.plan.predicted_peak_bytes):
+            self._note_departure(self.plan, replay(trace).peak_bytes, measured)
         holds = predicted is not None and not is_fragmented and measured <= min(self._budget_bytes, 1.01 * predicted)
         if holds and self._num_measured_here >= _MEASURED_STEPS:
             return
@@ -445,6 +432,21 @@ class Session:
         elif not is_steady or (self._num_measured_here < _MEASURED_STEPS and (before is None or plan.moves != before.moves)):
             self._begin_measured_step()
 
+    def _note_departure(self, plan: Plan, eager_bytes: int, measured_bytes: int) -> None:
+        """The step under the plan took more than was predicted: say why, and keep the difference free if it was the prediction's fault."""
+        grown_bytes = eager_bytes - plan.eager_peak_bytes
+        if grown_bytes > eager_bytes // 100:  # another step than the one that was planned
+            self.messages.append(
+                f"step {self._num_steps}: {format_size(grown_bytes)} more than step {self._num_steps - 1} under plain "
+                f"PyTorch; measured peak {format_size(measured_bytes)}, planned again with this step."
+            )
+            return
+        self._margin_bytes += measured_bytes - plan.predicted_peak_bytes
+        self.messages.append(
+            f"step {self._num_steps}: measured peak {format_size(measured_bytes)}, predicted {format_size(plan.predicted_peak_bytes)}; "
+            f"planned again with the measured step and {format_size(self._margin_bytes)} kept free."
+        )
+
     def _note_fragmentation(self, measured_bytes: int) -> bool:
         """Where the process has taken more from the card than the budget, though less was allocated: keep the difference free from
         now on, and give the cache back so that the next step shows whether that is enough. True if so."""
@@ -461,7 +463,8 @@ class Session:
 
     def _plan_for(self, trace: Trace, is_steady: bool) -> Plan:
         """A plan from a measured step. After the first one, gradients are assumed to stay as long as can be planned."""
-        assert self._planner is not None and self._budget_bytes is not None
+        assert self._planner is not None
+        assert self._budget_bytes is not None
         traces = [trace] if is_steady else [steady(trace, gradients) for gradients in reversed(GRADIENTS)]
         for each in traces[:-1]:
             with suppress(BudgetError):
