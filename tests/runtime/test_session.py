@@ -1,0 +1,88 @@
+"""The session's decisions: what is refused and when, and what is kept free of the budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit import planner
+from memfit.core.replay import replay
+from memfit.measurement.backends import CpuBackend
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(12)))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2048, 64)).square().mean().backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def test_a_budget_that_only_the_steps_after_the_first_would_break_is_refused_before_a_parameter_changes() -> None:
+    model, optimizer, step = make()
+    frontier = planner.find_frontier(memfit.trace(step, 2))
+    state_bytes = sum(v.nbytes for s in optimizer.state.values() for v in s.values())
+    model, optimizer, step = make()
+    before = copy.deepcopy(model.state_dict())
+    budget = frontier.floor_bytes - state_bytes // 4  # step 1, without state, would fit
+    with pytest.raises(memfit.BudgetError, match="is too small"), memfit.fit(model, optimizer, budget=budget):
+        step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+
+
+def test_the_smallest_budget_named_is_one_that_runs() -> None:
+    model, optimizer, step = make()
+    with pytest.raises(memfit.BudgetError) as error:
+        memfit.plan(memfit.trace(step, 2), 1000)
+    model, optimizer, step = make()
+    needed_bytes = error.value.needed_bytes
+    assert needed_bytes is not None
+    kept = []  # a little that grows from step to step, as programs do
+    with memfit.fit(model, optimizer, budget=int(1.02 * needed_bytes)) as session:
+        for _ in range(5):
+            step()
+            kept.append(torch.zeros(4))
+    assert session.result().peak_bytes <= 1.02 * needed_bytes
+
+
+def test_what_a_card_gives_beyond_what_is_allocated_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, step = make()
+    peak = replay(memfit.trace(step, 2)).peak_bytes
+    budget, beyond = int(0.8 * peak), int(0.1 * peak)
+    taken = iter([budget + beyond])
+    given_back = []
+    monkeypatch.setattr(CpuBackend, "process_bytes", lambda self: next(taken, 0))
+    monkeypatch.setattr(CpuBackend, "give_back", lambda self: given_back.append(True))
+    model, optimizer, step = make()
+    with memfit.fit(model, optimizer, budget=budget) as session:
+        for _ in range(4):
+            step()
+    assert session.plan is not None
+    assert session.plan.predicted_peak_bytes <= budget - beyond
+    assert given_back == [True]
+    assert any("from the card" in message for message in session.messages)
+
+
+def test_seconds_of_eager_are_those_of_planned_steps_less_restoring() -> None:
+    model, optimizer, step = make()
+    peak = replay(memfit.trace(step, 2)).peak_bytes
+    model, optimizer, step = make()
+    with memfit.fit(model, optimizer, budget=int(0.6 * peak), verify="off") as session:
+        for _ in range(7):
+            step()
+    result = session.result()
+    assert result.installed
+    assert result.step_seconds is not None
+    assert result.eager_step_seconds is not None
+    assert 0 < result.eager_step_seconds < result.step_seconds
