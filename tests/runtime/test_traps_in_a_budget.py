@@ -46,9 +46,6 @@ OVER = {
     "another_way_through_the_program_each_step": "no plan foresees a step that takes another way; measured 1.05 of the budget",
     "a_graph_of_the_step_before": "the second step holds a graph more than the first; measured 1.13 of the budget",
     "an_optimizer_with_a_closure": "the second step holds more than the first; measured 1.05 of the budget",
-    "exceptions_in_forward_and_backward": "what the plan pinned for a graph that died stays; measured 1.16 of the budget",
-    "two_networks_in_turn": "the first step is cut in two until the second optimizer is known; measured 1.13 of the budget",
-    "convolutions_with_residuals_in_place": "a workspace of a replayed convolution is not foreseen; measured 1.11 of the budget",
 }
 
 

@@ -282,12 +282,12 @@ _LETTING_OUT = frozenset(["numpy", "__array__", "__dlpack__", "share_memory_"])
 @cache
 def kind_of(func: Callable[..., Any]) -> str:
     """LOOKING, LETTING_OUT, WRITING (by its name), MAY_WRITE (it has a flag `inplace`, or is no function of a tensor's content), or PLAIN."""
+    if func is torch.Tensor.backward or func is torch.autograd.backward:  # hooks in it may write
+        return MAY_WRITE
     if name_of(func) in _LETTING_OUT:
         return LETTING_OUT
     if is_looking(func):
         return LOOKING
-    if func is torch.Tensor.backward or func is torch.autograd.backward:
-        return MAY_WRITE
     if is_writing(func):
         return WRITING
     return MAY_WRITE if _inplace_position(func) is not None or func in _STATISTICS else PLAIN
@@ -309,6 +309,12 @@ def may_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return True
     position = _inplace_position(func)
     return position is not None and position < len(args) and bool(args[position])
+
+
+@cache
+def writes_first_only(func: Callable[..., Any]) -> bool:
+    """Whether a call that writes in place overwrites no argument but its first: so every method of a tensor, and its namesakes."""
+    return hasattr(torch.Tensor, name_of(func)) or _inplace_position(func) is not None
 
 
 @cache

@@ -373,7 +373,8 @@ class Tape(TorchFunctionMode):
         statistics = functions.written_statistics(func, args, kwargs)
         certain = functions.written_lists(func, args)
         known = [(t, t._version) for t in tensors_in((args, kwargs)) if self._cell_if_known(t) is not None]
-        cells = [self._before_write(tensor) for tensor, _ in known]
+        target = args[0] if args and "out" not in kwargs and functions.writes_first_only(func) else None
+        cells = [self._before_write(tensor) if target is None or tensor is target else None for tensor, _ in known]
         result = func(*args, **kwargs)
         for (tensor, version), cell in zip(known, cells, strict=True):
             if tensor._version != version or any(tensor is each for each in (*statistics, *certain)):
