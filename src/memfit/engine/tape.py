@@ -199,7 +199,10 @@ class Tape(TorchFunctionMode):
         self._pins = kept
 
     def _pin_source(self, cell: Cell, tensor: torch.Tensor) -> bool:
-        """Pin what a recipe reads from outside, so that a write nobody told the tape of is noticed. False: this must be no source.
+        """Make what a recipe reads from outside fit to be a source. False: it must be none.
+
+        A probe notices writes nobody told the tape of. It is pinned only where anything may be evicted later; under a plan, what is
+        needed is held from the eviction on, and the rest would be held for nothing.
 
         Memory that is not PyTorch's own (numpy arrays, shared memory) can change without any trace: a copy is pinned if it is small.
         """
@@ -212,7 +215,8 @@ class Tape(TorchFunctionMode):
             cell.pinned = True
             self._pins.append(cell)
             return True
-        self.pin(cell)
+        if self.pin_sources:
+            self.pin(cell)
         if cell.probe is None and cell.call is None:
             cell.probe = probe_of(tensor)
             cell.probe_version = tensor._version
