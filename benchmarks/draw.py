@@ -64,7 +64,9 @@ def draw_curves(result: Path) -> list[Path]:
     paths = []
     for curve in read_curves(document):
         paths.append(result.with_name(f"{result.stem}-{curve.workload}.svg"))
-        draw_curve(curve, f"{document['versions']['torch']}, commit {document['commit']}, {document['date'][:10]}", paths[-1])
+        draw_curve(
+            curve, f"torch {document['versions']['torch']}, commit {document['commit']}, {document['date'][:10]}", paths[-1]
+        )
     return paths
 
 
@@ -89,9 +91,9 @@ def draw_curve(curve: Curve, origin: str, path: Path) -> None:
         for point in curve.marks:
             _draw_mark(axes, point, named)
         if any(not p.is_right for p in curve.marks):
-            axes.plot([], [], "o", color="grey", fillstyle="none", label="hollow, crossed: results differ")
+            axes.plot([], [], "o", color="grey", markerfacecolor="white", label="hollow, crossed: results differ")
         axes.axhline(1.0, color="lightgrey", linewidth=1, zorder=0)
-        axes.set_xlim(left=0)
+        axes.set_xlim(left=0, right=1.08 * max(p.activation_mib for p in (*curve.line, *curve.marks)))
         axes.set_xlabel("activations at the peak, MiB")
         axes.set_ylabel(f"{curve.time}, plain eager = 1")
         axes.set_title(f"{curve.workload}: left and down is better", loc="left")
@@ -107,7 +109,8 @@ def _draw_mark(axes: Any, point: Point, named: set[str]) -> None:
     colour, marker = COLOURS.get(family, "#2e7d32"), MARKERS.get(family, "P")
     place = ([point.activation_mib], [point.ratio])
     name = None if family in named or family == MEMFIT else family
-    axes.plot(*place, marker, color=colour, fillstyle="full" if point.is_right else "none", markersize=8, label=name, zorder=4)
+    face = colour if point.is_right else "white"
+    axes.plot(*place, marker, color=colour, markerfacecolor=face, markersize=8, label=name, zorder=4)
     named.add(family)
     if not point.is_right:
         axes.plot(*place, "x", color=colour, markersize=5, zorder=4)

@@ -212,7 +212,13 @@ def _describe_function(path: str, line: int, name: str) -> str:
 def draw(document: dict[str, Any]) -> str:
     """Costs and profiles as Markdown."""
     costs = document["microseconds"]
-    lines = [draw_machine(document), "", "| | microseconds |", "|---|---:|", *(f"| {what} | {us:.2f} |" for what, us in costs.items())]
+    lines = [
+        draw_machine(document),
+        "",
+        "| | microseconds |",
+        "|---|---:|",
+        *(f"| {what} | {us:.2f} |" for what, us in costs.items()),
+    ]
     saved = costs["saved tensor of a recorded call, above hooks"]
     for what, cost, limit in (
         ("A recorded call", costs["recorded call"], MAX_CALL_MICROSECONDS),

@@ -3,7 +3,7 @@
     checkpoint        every block under torch.utils.checkpoint
     selective         the same, keeping what matrix products, convolutions and attention made
     compile 0.5       torch.compile(backend="aot_eager") with activation_memory_budget = 0.5: autograd's graph cut anew, eager's kernels
-    hf checkpoint     model.gradient_checkpointing_enable() of `transformers`
+    hf checkpoint     model.activation_checkpointing_enable() of `transformers`, gradient_checkpointing_enable() until version 5
 
 Checkpoints update the running statistics of batch norm twice a step (the second forward is a forward in training mode); the
 compiler below 1 draws dropout anew in backward. Both are measured all the same: peers in bytes and seconds, not in results.
@@ -65,8 +65,8 @@ def compile_with_budget(setup: Setup, budget: float) -> Setup:
 
 
 def checkpoint_as_transformers_does(setup: Setup) -> Setup:
-    """The switch of `transformers` models, in its non-reentrant form."""
-    setup.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    """The same setup, the switch of its `transformers` model on; gradient_checkpointing_enable is its older name."""
+    setup.model.activation_checkpointing_enable()  # non-reentrant, every layer
     return setup
 
 

@@ -76,7 +76,10 @@ def draw(document: dict[str, Any]) -> str:
     rows = document["rows"]
     sentences = describe_refusals(rows)
     lines = [draw_machine(document), "", HEADER, *map(draw_row, rows), ""]
-    lines += ["Not equal, not within budget, or refused:" + ("" if sentences else " none."), *(f"- {each}" for each in sentences)]
+    lines += [
+        "Not equal, not within budget, or refused:" + ("" if sentences else " none."),
+        *(f"- {each}" for each in sentences),
+    ]
     if any(row["workload"] == SMALL.name for row in rows):
         lines += ["", f"Small model: {describe_overhead(rows)}"]
     return "\n".join(lines) + "\n"

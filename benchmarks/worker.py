@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch: the profiler else writes a line on every start and stop
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the processes started here: two of them share the cores
 
 import torch
 
