@@ -24,7 +24,7 @@ from machine import PACKAGES, describe_machine, draw_machine
 from measuring import Bench, Row
 from memfit.core.sizes import parse_size
 from peers import HF_CHECKPOINT
-from table import FLOOR, describe_equality, draw_row, is_right
+from table import describe_equality, is_right
 from transformers_models import BERT_SIZES, make_bert_workload
 from worker import EAGER, MEMFIT
 

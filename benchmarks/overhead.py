@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,12 @@ def make_settings() -> dict[str, Setting]:
             Setting(f"{name}, plain", chain, nullcontext),
             Setting(f"{name}, hooks that do nothing", chain, _identity_hooks),
             Setting(f"{name}, not in the plan", chain, _tape),
-            Setting(f"{name}, recorded", chain, lambda m=_move(calls, keep=keys): _tape(m)),
-            Setting(f"{name}, measured", chain, lambda: _tape(record_all=True)),
+            Setting(f"{name}, recorded", chain, partial(_tape, _move(calls, keep=keys))),
+            Setting(f"{name}, measured", chain, partial(_tape, record_all=True)),
         ]
         if function is torch.sigmoid:  # every other result leaves, so that one call brings it back
             move = _move(calls, keep=keys[::2], evict=keys[1::2])
-            settings.append(Setting(f"{name}, evicted", chain, lambda m=move: _tape(m), len(keys[1::2])))
+            settings.append(Setting(f"{name}, evicted", chain, partial(_tape, move), len(keys[1::2])))
     return {setting.name: setting for setting in settings}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import headline
 import pytest
+
+import headline
 import transformers_table
 from benchmarks.rows import document, memfit, row
 

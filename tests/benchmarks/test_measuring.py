@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 
-import measuring
-import peers
 import pytest
 import torch
-import worker
 from torch import nn
+
+import measuring
+import peers
+import worker
 from worker import Variant, VariantError
 from workloads import Setup, Workload
 

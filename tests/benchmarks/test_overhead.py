@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import overhead
 import pytest
+
+import overhead
 
 
 @pytest.fixture(scope="module")

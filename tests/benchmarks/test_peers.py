@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import peers
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import peers
 from workloads import Setup
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 import table
 from benchmarks.rows import document, memfit, row
 
