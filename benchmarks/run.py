@@ -1,6 +1,6 @@
 """W1-W4 under memory budgets: curves of memfit from plain eager's peak to the smallest feasible, beside what else there is.
 
-    python benchmarks/run.py -o benchmarks/results/cpu.json           # all of it: TIME_TOLD
+    python benchmarks/run.py -o benchmarks/results/cpu.json           # all of it, about 35 minutes on 2 idle cores
     python benchmarks/run.py --workloads W1,W3 --quick -o quick.json  # fewer budgets and peers, fewer timed steps
 
 Writes the JSON, a Markdown table and a picture of each curve beside it, and exits with 1 where a promise was broken. How it is

@@ -28,6 +28,21 @@ def test_the_headlines_table() -> None:
     assert "- 0.419 GB: step 1: the guard let go of 3 saved tensors under pressure." in text
 
 
+def test_the_headlines_aims_are_reached_or_missed_by_the_rows_at_their_budgets() -> None:
+    at_peak = memfit(300, 299, 1.19, label=headline.AT_CHECKPOINT)
+    small = {**memfit(0, 299, 1.17), "budget_bytes": 3_200_000_000}
+    large = {**memfit(0, 299, 1.10), "budget_bytes": 5_000_000_000}
+    floor = memfit(250, 249, 1.5, label="floor")
+    assert headline.find_aims([CHECKPOINT, at_peak, small, large, floor], CHECKPOINT) == [
+        "0.315 GB: at most 1: reached, 0.95 of checkpointing's extra time.",
+        "3.200 GB: at most 0.8: **missed**, 0.85 of checkpointing's extra time.",
+        "5.000 GB: at most 0.5: reached, 0.50 of checkpointing's extra time.",
+        "Smallest peak at most 2.400 GB: reached, 0.261 GB.",
+    ]
+    refused = {**floor, "error": "BudgetError: no", "peak_bytes": None}
+    assert headline.find_aims([refused], CHECKPOINT) == ["Smallest peak at most 2.400 GB: **missed**, – GB."]
+
+
 def test_a_model_that_is_refused_differs_or_is_over_is_told_and_a_right_one_is_not() -> None:
     rows = [
         memfit(30, 29, 1.1),
