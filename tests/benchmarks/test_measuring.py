@@ -21,7 +21,7 @@ def test_budgets_are_even_and_moved_to_the_peaks_of_peers() -> None:
         *((each, "") for each in (700, 600, 500, 400, 300, 200)),
         (100, "floor"),
     ]
-    peers = [("checkpoint", 210), ("selective", 240), ("compile 1", 800), ("compile 0.5", 90)]
+    peers = [("compile 1", 800), ("compile 0.5", 90), ("checkpoint", 210), ("selective", 240)]
     assert measuring.choose_budgets(100, 400, peers, 4) == [
         (400, "eager's peak"),
         (240, "selective's peak"),
