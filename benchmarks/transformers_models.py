@@ -24,6 +24,7 @@ BERT_SIZES = {
     "small": (512, 4, 8, 2048, 30522),
     "mini": (256, 4, 4, 1024, 8000),
     "tiny": (128, 2, 2, 512, 2000),
+    "micro": (64, 3, 4, 256, 500),
 }
 
 Batch = dict[str, Tensor]
@@ -157,7 +158,7 @@ def make_bert_workload(size: str, batch: int, length: int) -> Workload:
 TINY = {
     workload.name: workload
     for workload in (
-        make_workload("BERT", "question answering, eager attention", functools.partial(make_bert_qa, "tiny", 4, 64)),
+        make_workload("BERT", "question answering, eager attention", functools.partial(make_bert_qa, "micro", 4, 64)),
         make_workload("GPT-2", "language model", make_gpt2),
         make_workload("Llama", "language model", make_llama),
         make_workload("ViT", "image classification", make_vit),

@@ -19,7 +19,7 @@ from machine import PACKAGES, describe_machine, draw_machine
 from measuring import Bench, Row
 from table import HEADER, draw_row
 from transformers_models import TINY, make_bert_workload
-from worker import EAGER, MEMFIT
+from worker import EAGER, MEMFIT, VariantError
 from workloads import Workload
 
 ACTIVATION_PERCENT = 60
@@ -38,6 +38,15 @@ def measure_tiny(workload: Workload) -> list[Row]:
         budget_bytes = bench.eager.baseline + above_start * ACTIVATION_PERCENT // 100
         bench.measure(MEMFIT, budget_bytes, f"{ACTIVATION_PERCENT} % of activations")
     return bench.rows
+
+
+def measure_model(name: str) -> list[Row]:
+    """The rows of one model; one row with the error where not even plain eager runs."""
+    try:
+        return measure_overhead() if name == SMALL.name else measure_tiny(TINY[name])
+    except VariantError as error:
+        row: Row = {"workload": name, "variant": EAGER, "label": "", "budget_bytes": None}
+        return [{**row, "error": str(error), "error_kind": error.kind}]
 
 
 def measure_overhead() -> list[Row]:
@@ -64,7 +73,7 @@ def describe_refusals(rows: list[Row]) -> list[str]:
 
 def describe_overhead(rows: list[Row]) -> str:
     """The small model's extra time in one sentence, against what is aimed at."""
-    row = next(row for row in rows if row["workload"] == SMALL.name and row["variant"] == MEMFIT)
+    row = next(row for row in reversed(rows) if row["workload"] == SMALL.name)
     if "error" in row:
         return f"{SMALL.name}: {row['error']}"
     verdict = "within" if row["cpu_time_ratio"] < MAX_OVERHEAD_RATIO else "more than"
@@ -95,7 +104,7 @@ def main() -> int:
     if unknown := [name for name in chosen if name not in names]:
         parser.error(f"unknown model {unknown[0]!r}; there are {', '.join(names)}")
     print(HEADER, file=sys.stderr)
-    rows = [row for name in chosen for row in (measure_overhead() if name == SMALL.name else measure_tiny(TINY[name]))]
+    rows = [row for name in chosen for row in measure_model(name)]
     machine = describe_machine((*PACKAGES, "transformers"))
     document = {"format": "memfit-transformers", "version": 1, "clock": "cpu", **machine, "rows": rows}
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -103,8 +112,8 @@ def main() -> int:
     text = draw(document)
     args.output.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
-    wrong = [row for row in rows if row.get("equal") is False or row.get("within_budget") is False]
-    return 1 if wrong else 0
+    refused = [row for row in rows if row.get("error_kind") == "BudgetError"]
+    return 1 if len(describe_refusals(rows)) > len(refused) else 0
 
 
 if __name__ == "__main__":
