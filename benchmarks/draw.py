@@ -63,7 +63,7 @@ def draw_curves(result: Path) -> list[Path]:
     document = json.loads(result.read_text(encoding="utf-8"))
     paths = []
     for curve in read_curves(document):
-        paths.append(result.with_name(f"{result.stem}-{curve.workload}.svg"))
+        paths.append(result.with_name(f"{result.stem}-{curve.workload.replace(' ', '-')}.svg"))
         draw_curve(
             curve, f"torch {document['versions']['torch']}, commit {document['commit']}, {document['date'][:10]}", paths[-1]
         )
