@@ -64,3 +64,17 @@ def test_the_small_models_overhead_is_held_to_the_aim(ratio, verdict) -> None:
     name = transformers_table.SMALL.name
     rows = [row("eager", 31, 1.0, workload=name), memfit(30, 29, ratio, workload=name)]
     assert transformers_table.describe_overhead(rows) == f"{name}: {verdict} aimed at."
+
+
+def test_the_transformers_table_ends_with_what_was_refused_and_with_the_small_model() -> None:
+    small = memfit(30, 29, 1.04, workload=transformers_table.SMALL.name, label="90 % of the peak")
+    refused = {**memfit(30, 0, 0, workload="Mamba"), "error": "BudgetError: 30.0 MiB is too small."}
+    lines = transformers_table.draw(document(refused, small)).splitlines()
+    assert lines[-6:] == [
+        "| BERT-tiny 8x128 | memfit, 90 % of the peak | 30.0 | 29.0 | 0.04 | -51.0 | 1.04 (1.04) | yes | +0.00% |",
+        "",
+        "Not equal, not within budget, or refused:",
+        "- Mamba, memfit: BudgetError: 30.0 MiB is too small.",
+        "",
+        "Small model: BERT-tiny 8x128: +4.0% CPU time, within the 5% aimed at.",
+    ]
