@@ -41,7 +41,7 @@ format: $(STAMP) ## format the code and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## measure W1-W4 under budgets against plain PyTorch (about an hour on 2 cores)
+bench: $(STAMP) ## measure W1-W4 under budgets against plain PyTorch and others (about 35 minutes on 2 cores)
 	$(BIN)/python benchmarks/run.py -o benchmarks/results/cpu.json
 
 clean: ## remove .venv and all caches

@@ -10,6 +10,7 @@ Format: https://docs.pytorch.org/docs/stable/profiler.html (export_chrome_trace,
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import itertools
@@ -34,19 +35,27 @@ class StepMemory:
 
     baseline_bytes: all storages alive at its start. peak_bytes: the most at any moment, baseline included.
     live_bytes: bytes alive at the start and after each allocator event, in order.
+    gradients: of each parameter's gradient, as it was complete: place in live_bytes, and bytes. Empty if nobody looked.
     """
 
     baseline_bytes: int
     live_bytes: tuple[int, ...]
+    gradients: tuple[tuple[int, int], ...] = ()
 
     @property
     def peak_bytes(self) -> int:
         return max(self.live_bytes)
 
     @property
+    def gradient_bytes(self) -> int:
+        """Complete gradients at the moment of the peak, its first if it comes several times."""
+        peak_place = self.live_bytes.index(self.peak_bytes)
+        return sum(nbytes for place, nbytes in self.gradients if place <= peak_place)
+
+    @property
     def activation_bytes(self) -> int:
-        """Peak over the step's start: activations, gradients alive then, temporaries, workspaces."""
-        return self.peak_bytes - self.baseline_bytes
+        """Peak over the step's start, less complete gradients: activations, temporaries, workspaces."""
+        return self.peak_bytes - self.baseline_bytes - self.gradient_bytes
 
 
 Record = Callable[[Callable[[], Any]], tuple[Any, list[int]]]
@@ -75,7 +84,13 @@ def read_allocations(profiler: profile) -> list[int]:
 
 
 def record_shared(step: Callable[[], Any]) -> tuple[Any, list[int]]:
-    """As record_alone, for a step that profiles single operations itself, as memfit does to find hidden workspaces.
+    """As record_alone, for a step that profiles single operations itself, as memfit does to find hidden workspaces."""
+    result, allocations, _ = _record_shared(step, ())
+    return result, allocations
+
+
+def _record_shared(step: Callable[[], Any], parameters: Iterable[Tensor]) -> tuple[Any, list[int], list[tuple[int, int]]]:
+    """As record_shared, and when each parameter's gradient was complete: allocator events before that, bytes.
 
     Under record_alone such a step would see that a profiler is on, not measure, and behave as it never does for a user.
     Here its uses of PyTorch's thread-local profiler go to the one that runs already, which can be read without being
@@ -103,6 +118,13 @@ def record_shared(step: Callable[[], Any]) -> tuple[Any, list[int]]:
         inner_is_on = False
         return read(keep_running)
 
+    gradients: list[tuple[int, int]] = []
+
+    def note_gradient(nbytes: int, _: Tensor) -> None:
+        read(keep_running)
+        gradients.append((len(allocations), nbytes))
+
+    hooks = [each.register_post_accumulate_grad_hook(functools.partial(note_gradient, each.nbytes)) for each in parameters]
     extra = torch._C._profiler._ExperimentalConfig()
     state = torch.autograd.ProfilerState.CPU
     originals[enable](torch.autograd.ProfilerConfig(state, False, True, False, False, False, extra))
@@ -111,12 +133,14 @@ def record_shared(step: Callable[[], Any]) -> tuple[Any, list[int]]:
     try:
         result = step()
     finally:
+        for hook in hooks:
+            hook.remove()
         for name, original in originals.items():
             setattr(torch.autograd, name, original)
         read()
         # A profile once read while running does not take its callback away, and the next profiler would deadlock in it.
         torch._C._autograd._clear_callbacks()
-    return result, allocations
+    return result, allocations, gradients
 
 
 def measure_step(step: Callable[[], Any], record: Record = record_alone) -> tuple[Any, StepMemory]:
@@ -125,6 +149,16 @@ def measure_step(step: Callable[[], Any], record: Record = record_alone) -> tupl
     baseline_bytes = count_live_bytes()
     result, allocations = record(step)
     return result, StepMemory(baseline_bytes, tuple(itertools.accumulate(allocations, initial=baseline_bytes)))
+
+
+def measure_activations(step: Callable[[], Any], model: nn.Module) -> tuple[Any, StepMemory]:
+    """As measure_step with record_shared, the model's gradients told apart. Its hooks on parameters stay for this step only."""
+    gc.collect()
+    baseline_bytes = count_live_bytes()
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    result, allocations, gradients = _record_shared(step, parameters)
+    live_bytes = tuple(itertools.accumulate(allocations, initial=baseline_bytes))
+    return result, StepMemory(baseline_bytes, live_bytes, tuple(gradients))
 
 
 def count_live_bytes(device_type: str = "cpu") -> int:
@@ -178,9 +212,10 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + bits.numpy().tobytes()).hexdigest()
 
 
-def time_step(step: Callable[[], Any]) -> tuple[float, float]:
-    """CPU seconds of this process, and wall seconds, of one call. Set torch.set_num_threads(1) before."""
+def time_step(step: Callable[[], Any], num_steps: int = 1) -> tuple[float, float]:
+    """CPU seconds of this process, and wall seconds, of one of `num_steps` calls, on average."""
     gc.collect()
     wall, cpu = time.perf_counter(), time.process_time()
-    step()
-    return time.process_time() - cpu, time.perf_counter() - wall
+    for _ in range(num_steps):
+        step()
+    return (time.process_time() - cpu) / num_steps, (time.perf_counter() - wall) / num_steps

@@ -9,20 +9,30 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch: the profiler else writes a line on every start and stop
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the processes started here: two of them share the cores
 
 import torch
 
 import oracle
 import peers
-from workloads import WORKLOADS, Setup
+from workloads import Setup, Workload
 
-EAGER, CHECKPOINT, MEMFIT = VARIANTS = ("eager", "checkpoint", "memfit")
+EAGER, MEMFIT = "eager", "memfit"  # the other variants are the names in peers.PEERS
+
+
+class StepBytes(NamedTuple):
+    """oracle.StepMemory without its events: at the step's start, at its peak, and of the latter what are activations."""
+
+    baseline: int
+    peak: int
+    activations: int
 
 
 class VariantError(Exception):
@@ -35,19 +45,27 @@ class VariantError(Exception):
 
 @dataclass
 class Variant:
-    """The caller's end. `with Variant("W1", "memfit", budget) as variant: variant.trace_step()`."""
+    """The caller's end. `with Variant(WORKLOADS["W1"], "memfit", budget) as variant: variant.trace_step()`.
 
-    workload: str
+    workload: its `build` is a function of a module or a functools.partial of one, for it goes to another process.
+    timeout_seconds: of the variant's whole life; past it the process is ended and VariantError raised. None: no limit.
+    """
+
+    workload: Workload
     name: str
     budget_bytes: int | None = None
-    threads: int = 1
+    num_threads: int = 1
+    timeout_seconds: float | None = None
+    _deadline: float | None = field(default=None, repr=False)
     _pipe: Any = field(default=None, repr=False)
     _process: Any = field(default=None, repr=False)
 
     def __enter__(self) -> Variant:
+        if self.timeout_seconds is not None:
+            self._deadline = time.monotonic() + self.timeout_seconds
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, self.workload, self.name, self.budget_bytes, self.threads)
+        arguments = (theirs, self.workload, self.name, self.budget_bytes, self.num_threads)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -60,25 +78,28 @@ class Variant:
         if self._process.is_alive():
             self._process.terminate()
 
-    def trace_step(self) -> tuple[int, int]:
-        """Baseline and peak bytes of the next step."""
+    def trace_step(self) -> StepBytes:
+        """The memory of the next step."""
         return self._ask("trace")
 
-    def finish_with_digest(self) -> tuple[tuple[int, int], dict[str, str]]:
+    def finish_with_digest(self) -> tuple[StepBytes, dict[str, str]]:
         """As trace_step, and the digest of all state before the gradients go."""
         return self._ask("digest")
 
-    def time_step(self) -> tuple[float, float]:
-        """CPU and wall seconds of the next step."""
-        return self._ask("time")
+    def time_step(self, num_steps: int = 1) -> tuple[float, float]:
+        """CPU and wall seconds of one of the next `num_steps` steps, on average."""
+        return self._ask("time", num_steps)
 
     def facts(self) -> dict[str, Any]:
         """What memfit says of its run; empty for the other variants."""
         return self._ask("facts")
 
-    def _ask(self, command: str) -> Any:
+    def _ask(self, command: str, *arguments: Any) -> Any:
         try:
-            self._pipe.send(command)
+            self._pipe.send((command, *arguments))
+            if self._deadline is not None and not self._pipe.poll(max(0.0, self._deadline - time.monotonic())):
+                self._process.kill()
+                raise VariantError("Timeout", f"not done after {self.timeout_seconds:g} s", None)
             kind, value = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(timeout=10)
@@ -88,13 +109,13 @@ class Variant:
         return value
 
 
-def _serve(pipe: Connection, workload: str, name: str, budget_bytes: int | None, threads: int) -> None:
-    torch.set_num_threads(threads)
+def _serve(pipe: Connection, workload: Workload, name: str, budget_bytes: int | None, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
     try:
-        setup = WORKLOADS[workload].make()
+        setup = workload.make()
         with _enter(setup, name, budget_bytes) as session:
-            for command in iter(pipe.recv, "stop"):
-                pipe.send(("done", _obey(command, setup, session)))
+            for command, *arguments in iter(pipe.recv, "stop"):
+                pipe.send(("done", _obey(setup, session, command, *arguments)))
     except EOFError:
         pass
     except Exception as error:
@@ -104,9 +125,9 @@ def _serve(pipe: Connection, workload: str, name: str, budget_bytes: int | None,
 
 @contextlib.contextmanager
 def _enter(setup: Setup, name: str, budget_bytes: int | None) -> Iterator[Any]:
-    if name == CHECKPOINT:
-        peers.checkpoint_blocks(setup)
     if name != MEMFIT:
+        if name != EAGER:
+            peers.PEERS[name](setup)
         yield None
         return
     import memfit
@@ -115,17 +136,16 @@ def _enter(setup: Setup, name: str, budget_bytes: int | None) -> Iterator[Any]:
         yield session
 
 
-def _obey(command: str, setup: Setup, session: Any) -> Any:
+def _obey(setup: Setup, session: Any, command: str, *arguments: Any) -> Any:
     if command == "time":
-        return oracle.time_step(setup.step)
+        return oracle.time_step(setup.step, *arguments)
     if command == "facts":
         return _read_facts(session) if session is not None else {}
-    record = oracle.record_alone if session is None else oracle.record_shared
-    loss, memory = oracle.measure_step(lambda: _step_without_clearing(setup), record)
+    loss, memory = oracle.measure_activations(lambda: _step_without_clearing(setup), setup.model)
     digest = oracle.digest_state(setup.model, setup.optimizer, loss) if command == "digest" else None
     setup.optimizer.zero_grad(set_to_none=True)  # frees only, so the peak is known already
-    bytes_ = (memory.baseline_bytes, memory.peak_bytes)
-    return bytes_ if digest is None else (bytes_, digest)
+    step_bytes = StepBytes(memory.baseline_bytes, memory.peak_bytes, memory.activation_bytes)
+    return step_bytes if digest is None else (step_bytes, digest)
 
 
 def _step_without_clearing(setup: Setup) -> torch.Tensor:

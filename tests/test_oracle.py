@@ -57,6 +57,26 @@ def test_peak_is_the_arithmetic_of_allocations_and_frees(record: oracle.Record) 
     assert memory.activation_bytes == memory.peak_bytes - memory.baseline_bytes == 640 * KIB
 
 
+def test_complete_gradients_are_no_activations_from_the_moment_they_are_complete() -> None:
+    """Layers of 1 MiB and 512 KiB: the peak is in the backward of the first, when the second's gradient is there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh(), nn.Linear(512, 256, bias=False))
+    x = torch.randn(8, 512)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    _, memory = oracle.measure_activations(step, model)
+    assert [nbytes for _, nbytes in memory.gradients] == [512 * KIB, 1024 * KIB]
+    assert memory.gradient_bytes == 512 * KIB
+    # The first layer's gradient, not complete yet, the 16 KiB it is computed from, the loss and its gradient.
+    assert memory.peak_bytes - memory.baseline_bytes == (512 + 1024 + 16) * KIB + 8
+    assert memory.activation_bytes == (1024 + 16) * KIB + 8
+    assert all(parameter._post_accumulate_grad_hooks in (None, {}) for parameter in model.parameters())
+
+
 @RECORDERS
 def test_a_block_older_than_the_first_recording_counts_as_kept(record: oracle.Record) -> None:
     old = [torch.empty(256 * KIB, dtype=torch.uint8)]

@@ -1,0 +1,52 @@
+"""Versions, commit, hardware and date: what a measured number means nothing without."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("memfit", "torch", "numpy", "scipy")
+
+
+def describe_machine(packages: Iterable[str] = PACKAGES, num_threads: int = 1) -> dict[str, Any]:
+    """The head of a result file. `num_threads`: what PyTorch was told to use."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = models[0] if models else cpu
+    return {
+        "versions": {"python": platform.python_version()} | {name: _find_version(name) for name in packages},
+        "commit": (_git("rev-parse", "--short=12", "HEAD") or "unknown")
+        + (" + changes" if _git("status", "--porcelain", "--untracked-files=no") else ""),
+        "hardware": {"cpu": cpu, "num_cores": os.cpu_count(), "num_threads": num_threads},
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def draw_machine(document: dict[str, Any]) -> str:
+    """The head of a result file in one line."""
+    about = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    hardware = document["hardware"]
+    threads = f"{hardware['num_threads']} thread{'s' if hardware['num_threads'] != 1 else ''}"
+    return (
+        f"{about}; {hardware['cpu']}, {hardware['num_cores']} cores, {threads}; commit {document['commit']}; {document['date']}"
+    )
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _find_version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
