@@ -1,0 +1,164 @@
+"""MF301, MF302: evaluation that builds graphs nobody goes back through, or keeps every output to reduce it at the end."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from memfit.diagnosis.lints.program import Event, Function, LoopNode, Program, dotted
+from memfit.diagnosis.lints.queries import evaluates, events_of, inside, is_eval_call, is_named_evaluation, names_in, quote, survives
+from memfit.diagnosis.lints.report import Mend, Report
+from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH
+
+_CATS = frozenset("cat concat concatenate hstack vstack stack".split())
+_REDUCTIONS = frozenset("all any amax amin argmax argmin count_nonzero max mean min std sum topk var".split())
+_FAST_PATHS = frozenset("MultiheadAttention Transformer TransformerEncoder TransformerEncoderLayer".split())
+_WANT_GRADIENTS = frozenset("torch.autograd.grad torch.autograd.functional.jacobian torch.func.grad".split())
+
+
+def find_graphs_in_evaluation(program: Program) -> Iterator[Report]:
+    """A forward after `model.eval()`, in a function without backward, with gradients on."""
+    for function in program.functions:
+        if function.trains or _wants_gradients(function) or _is_lightning(function):
+            continue
+        named = is_named_evaluation(function) and bool(function.sites)
+        in_eval = False
+        for event in function.events:
+            if event.kind != "call":
+                continue
+            if is_eval_call(event):
+                in_eval = True
+            elif event.name.endswith(".train") and event.base.kind == "module":
+                in_eval = False
+            elif _builds_graph(event) and (in_eval or named) and (event.context.loops or is_named_evaluation(function)):
+                yield Report(
+                    "MF301",
+                    event.node,
+                    f"{quote(event.node)} builds a graph that no backward goes through: eval() changes dropout and batch norm, it "
+                    "does not turn gradients off.",
+                    "Put the evaluation under torch.no_grad() or torch.inference_mode().",
+                    _wrap(event, function, program),
+                )
+                break
+
+
+def _builds_graph(event: Event) -> bool:
+    return event.base.kind == "module" and event.value.graph == GRAPH and event.context.grad is True and (
+        event.node in event.value.roots or event.value.kind == "list"
+    )
+
+
+def _wants_gradients(function: Function) -> bool:
+    return any(
+        event.kind == "call" and (event.name in _WANT_GRADIENTS or event.name.endswith(("requires_grad_", "retain_grad")))
+        or event.kind == "bind" and event.name.endswith(".requires_grad")
+        for event in function.events
+    )
+
+
+def _is_lightning(function: Function) -> bool:
+    """Steps of a LightningModule run under its trainer's no_grad."""
+    return function.cls is not None and any("Lightning" in base for base in function.cls.bases)
+
+
+def _wrap(event: Event, function: Function, program: Program) -> Mend | None:
+    """no_grad around the outermost loop, if nothing with a graph leaves it and no module has another path without gradients."""
+    loops = event.context.loops
+    torch = next((alias for alias, name in program.imports.items() if name == "torch"), None)
+    if not loops or torch is None or function.result is None or function.result.graph != NO_GRAPH:
+        return None
+    loop = loops[0]
+    if any(isinstance(part, (ast.Yield, ast.YieldFrom, ast.Await)) for part in ast.walk(loop)) or isinstance(loop, ast.AsyncFor):
+        return None
+    if event.base.parts & _FAST_PATHS:  # without gradients they take a fused path: equal to rounding only
+        return None
+    for other in function.events:
+        if inside(other, loop) and other.value.graph and (
+            other.kind == "store" and (other.name.startswith("self.") or other.name in function.parameters)
+            or other.kind == "bind" and "." in other.name
+        ):
+            return None
+    return Mend("wrap", loop, f"{torch}.no_grad()")
+
+
+def find_kept_outputs(program: Program) -> Iterator[Report]:
+    """`kept = torch.cat((kept, logits))` over an evaluation, or a list of logits that is only ever averaged or argmaxed."""
+    for event in events_of(program, "bind"):
+        if not event.context.loops or not _evaluating(event):
+            continue
+        value = getattr(event.stmt, "value", None)
+        loop = event.context.loops[-1]
+        cat = next((call for call in ast.walk(value) if _is_cat(call)), None) if isinstance(value, ast.expr) else None
+        if cat is None or event.name not in names_in(cat.args[0] if cat.args else None):
+            continue
+        if survives(event, event.name, loop):
+            yield Report(
+                "MF302",
+                event.stmt,
+                f"`{event.name}` keeps the full output of every batch on the device, and each cat copies all of it once more.",
+                "Reduce each batch at once (argmax, a sum and a count), or move it to the CPU as it comes.",
+            )
+    for event in events_of(program, "store"):
+        if not event.context.loops or not _evaluating(event) or not isinstance(event.node, ast.Call):
+            continue
+        if event.value.kind == "tensor" and _is_output(event) and _is_only_reduced(event, event.context.loops[-1]):
+            yield Report(
+                "MF302",
+                event.node,
+                f"`{event.name}` keeps the full output of every batch on the device, only to reduce it at the end.",
+                "Reduce each batch at once (argmax, a sum and a count), or move it to the CPU as it comes.",
+            )
+
+
+def _evaluating(event: Event) -> bool:
+    assert event.function is not None
+    return event.context.grad is False or evaluates(event.function)
+
+
+def _is_cat(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CATS - {"stack"}
+
+
+def _is_output(event: Event) -> bool:
+    """Whether what is stored is a module's output as it came, made in this loop."""
+    assert event.function is not None
+    loop = event.context.loops[-1]
+    return any(
+        other.kind == "call" and other.node is event.value.origin and other.base.kind == "module" and inside(other, loop)
+        for other in event.function.events
+    )
+
+
+def _is_only_reduced(event: Event, loop: LoopNode) -> bool:
+    """Whether every reader after the loop joins the list and reduces the whole at once."""
+    assert event.function is not None
+    function, name = event.function, event.name
+    parents = {child: parent for parent in ast.walk(function.node) for child in ast.iter_child_nodes(parent)}
+    readers = [
+        node
+        for node in ast.walk(function.node)
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) and node.lineno > (loop.end_lineno or 0)
+    ]
+    return bool(readers) and all(_is_reduced(node, parents, function) for node in readers)
+
+
+def _is_reduced(node: ast.AST, parents: dict[ast.AST, ast.AST], function: Function) -> bool:
+    parent = parents.get(node)
+    while parent is not None and not isinstance(parent, ast.stmt):
+        if isinstance(parent, ast.Attribute) and parent.attr in _REDUCTIONS:
+            return True
+        if isinstance(parent, ast.Call) and parent.args and isinstance(parent.func, ast.Attribute):
+            if parent.func.attr in _REDUCTIONS and any(node is part for part in ast.walk(parent.args[0])):
+                return True
+        parent = parents.get(parent)
+    if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and (name := dotted(parent.targets[0])):
+        later = [
+            other
+            for other in ast.walk(function.node)
+            if isinstance(other, ast.Name) and other.id == name and isinstance(other.ctx, ast.Load) and other.lineno > parent.lineno
+        ]
+        return bool(later) and all(_is_reduced(other, parents, function) for other in later)
+    return False
+
+
+RULES = (find_graphs_in_evaluation, find_kept_outputs)

@@ -1,0 +1,187 @@
+"""MF101-MF104: what keeps the graphs of earlier steps: sums, lists, states carried over.
+
+A sum that a backward pass reads is no finding: a loss made of parts needs its parts.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from memfit.diagnosis.lints.program import Event, LoopNode, Program
+from memfit.diagnosis.lints.queries import (
+    backward_operands,
+    events_of,
+    growing_loop,
+    names_in,
+    names_sent_backward,
+    quote,
+    retains,
+)
+from memfit.diagnosis.lints.report import Mend, Report
+from memfit.diagnosis.lints.values import GRAPH
+
+_ONE_MORE = frozenset("append appendleft add extend insert".split())
+
+
+def find_sums(program: Program) -> Iterator[Report]:
+    """`total += loss`, `total = total + loss`, where loss has its graph and total lives longer than the step."""
+    for event in events_of(program, "augment", "bind"):
+        added = _added(event)
+        if added is None or event.value.graph < GRAPH or not event.context.loops:
+            continue
+        assert event.function is not None
+        if growing_loop(event, event.name) is None or event.name in names_sent_backward(event.function):
+            continue
+        done = backward_operands(event.function)
+        carriers = {name for name in names_in(added) if _has_graph(name, event)} - {event.name}
+        mend = _detach(added, event)
+        if carriers and carriers <= done:
+            yield Report(
+                "MF102",
+                event.stmt,
+                f"`{event.name}` keeps the graph nodes of every step: {quote(added)} still has its graph after backward. "
+                "That is host memory, a few nodes a step; the saved tensors are already freed.",
+                "Add the number: `.item()`, or `.detach()`.",
+                mend,
+            )
+        else:
+            yield Report(
+                "MF101",
+                event.stmt,
+                f"`{event.name}` keeps the graph of every step with the tensors saved in it: no backward pass frees "
+                f"{quote(added)}, and the sum lives on.",
+                "Add `.item()` or `.detach()` of it, or compute it under torch.no_grad().",
+                mend,
+            )
+
+
+def _added(event: Event) -> ast.expr | None:
+    """What is added to the running value, if the event is such a step."""
+    if event.kind == "augment" and isinstance(event.stmt, ast.AugAssign):
+        return event.stmt.value if isinstance(event.stmt.op, (ast.Add, ast.Sub)) and event.name else None
+    if event.kind == "bind" and isinstance(event.stmt, ast.Assign) and isinstance(event.stmt.value, ast.BinOp):
+        value = event.stmt.value
+        if len(event.stmt.targets) != 1 or not isinstance(value.op, (ast.Add, ast.Sub)):
+            return None
+        left, right = event.name in names_in(value.left), event.name in names_in(value.right)
+        return value.right if left and not right else value.left if right and not left else None
+    return None
+
+
+def _has_graph(name: str, event: Event) -> bool:
+    """Whether `name` is read in the statement of the event with a graph."""
+    assert event.function is not None
+    return any(
+        other.kind == "read" and other.name == name and other.stmt is event.stmt and other.value.graph == GRAPH
+        for other in event.function.events
+        if other.value.kind not in ("module", "object", "function")
+    )
+
+
+def _detach(added: ast.expr, event: Event) -> Mend | None:
+    """`.detach()` leaves every value as it is, bit for bit, where `.item()` would go on in double precision."""
+    assert event.function is not None
+    if _escapes(event.name, event):
+        return None
+    return Mend("call", added, "detach")
+
+
+def _escapes(name: str, event: Event) -> bool:
+    """Whether others could run a backward pass on the sum: it is returned, stored on an object, or handed to a call."""
+    assert event.function is not None
+    if "." in name:
+        return True
+    for other in event.function.events:
+        if other.kind in ("return", "store") and isinstance(other.node, ast.AST):
+            value = getattr(other.stmt, "value", None)
+            if name in names_in(value) and other.value.graph:
+                return True
+    return False
+
+
+def find_lists(program: Program) -> Iterator[Report]:
+    """`losses.append(loss)`, `history[step] = loss`, where the tensor has its graph and the list lives longer than the step."""
+    for event in events_of(program, "store"):
+        if event.value.graph < GRAPH or not event.context.loops or not _is_one_more(event):
+            continue
+        assert event.function is not None
+        loop = growing_loop(event, event.name)
+        if loop is None or event.name in names_sent_backward(event.function) or not _made_in(event, loop):
+            continue
+        stored = _stored(event)
+        yield Report(
+            "MF103",
+            event.node,
+            f"`{event.name}` keeps {quote(stored)} of every step with its graph.",
+            "Store `.item()` of a number; of a tensor `.detach()`, and `.cpu()` if it is not needed on the device.",
+            _detach_stored(stored, event),
+        )
+
+
+def _made_in(event: Event, loop: LoopNode) -> bool:
+    """Whether the graph is of this step: its calls stand inside the loop (a parameter put into a list once is another thing)."""
+    assert event.function is not None
+    calls = {other.node for other in event.function.events if any(part is loop for part in other.context.loops)}
+    return not event.value.roots or any(root in calls for root in event.value.roots)
+
+
+def _is_one_more(event: Event) -> bool:
+    """Whether the container gets longer with it: not a fixed key that is overwritten, not a bounded deque."""
+    if "maxlen" in ast.dump(event.base.made_by) if event.base.made_by is not None else False:
+        return False
+    node = event.node
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr in _ONE_MORE
+    if isinstance(node, ast.Subscript):
+        turning = {name for loop in event.context.loops if isinstance(loop, (ast.For, ast.AsyncFor)) for name in names_in(loop.target)}
+        return bool(names_in(node.slice) & turning)
+    return isinstance(node, ast.AugAssign)
+
+
+def _stored(event: Event) -> ast.expr:
+    if isinstance(event.node, ast.Call):
+        return event.node.args[-1]
+    value = getattr(event.stmt, "value", None)
+    assert isinstance(value, ast.expr)
+    return value
+
+
+def _detach_stored(stored: ast.expr, event: Event) -> Mend | None:
+    if event.value.kind != "tensor" or _escapes(event.name, event):
+        return None
+    return Mend("call", stored, "detach")
+
+
+def find_carried_states(program: Program) -> Iterator[Report]:
+    """`loss.backward(retain_graph=True)` where the loss hangs on what the step before computed."""
+    for event in events_of(program, "backward"):
+        if event.value.carried and event.context.loops and isinstance(event.node, ast.Call) and retains(event.node):
+            if not any(item.arg == "retain_graph" for item in event.node.keywords):
+                continue
+            state = _carried_name(event)
+            yield Report(
+                "MF104",
+                event.node,
+                f"This backward goes through all earlier steps: {state} still has the graph of the step before, and "
+                "retain_graph=True keeps every one of them.",
+                f"Cut {state} with `.detach()` at the start of the step and drop retain_graph=True.",
+            )
+
+
+def _carried_name(event: Event) -> str:
+    """The name that is read in the loop before it is assigned there."""
+    assert event.function is not None
+    loop = event.context.loops[-1]
+    for other in event.function.events:
+        if other.kind == "read" and inside_with_carried(other, loop):
+            return f"`{other.name}`"
+    return "a value"
+
+
+def inside_with_carried(event: Event, loop: LoopNode) -> bool:
+    """Whether the event reads, in the loop, what an earlier turn left."""
+    return loop in event.context.loops and event.value.carried
+
+
+RULES = (find_sums, find_lists, find_carried_states)
