@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import memfit
+from memfit.cli.check import check
 from memfit.cli.explain import explain
 from memfit.cli.plan import plan
 from memfit.cli.run import run
@@ -29,6 +30,7 @@ _SCRIPT_SETTINGS = {"allow_interspersed_args": False}
 app.command("run", context_settings=_SCRIPT_SETTINGS)(run)
 app.command("trace", context_settings=_SCRIPT_SETTINGS)(trace)
 app.command("plan")(plan)
+app.command("check")(check)
 app.command("explain")(explain)
 
 

@@ -185,6 +185,8 @@ def _library_call(
             return replace(DATA, origin=node, made_by=node, dtype=dtype)
         certain = is_constant(wants, True)
         return Value("tensor", GRAPH if certain else MAY, node, leaf=certain, made_by=node, dtype=dtype)
+    if name.startswith("torch.nn.init."):  # these write under no_grad
+        return args[0] if args else UNKNOWN
     if last in facts.CUTS:
         return Value("tensor", origin=node, op="cut", made_by=node)
     if name == "torch.autograd.grad":

@@ -56,6 +56,7 @@ NO_GRAD = frozenset(
     "torch.no_grad torch.inference_mode torch.autograd.no_grad torch.autograd.inference_mode torch.autograd.grad_mode.no_grad".split()
 )
 # How programs name what they do not build themselves.
+_VERBS = ("build", "convert", "create", "for", "from", "get", "has", "init", "is", "load", "make", "prepare", "run", "save", "set", "to", "train")
 MODULE_WORDS = frozenset(
     "actor backbone classifier critic d decoder discriminator ema encoder g gen generator generatornet head lstm gru rnn model models "
     "module net netd netg network policy resnet student teacher unet transformer".split()
@@ -73,6 +74,8 @@ def words_of(name: str) -> set[str]:
 def is_module_word(name: str) -> bool:
     """Whether a variable called `name` is a network in most programs: `model`, `self.netD`, `student_model`, `encoder2`."""
     last = name.rpartition(".")[2].rstrip("0123456789").strip("_").lower()
+    if last.startswith(_VERBS) and last not in MODULE_WORDS:
+        return False
     return last in MODULE_WORDS or last.endswith(("model", "net", "network", "generator", "discriminator", "_encoder", "_decoder"))
 
 

@@ -109,12 +109,11 @@ class Class:
         if any(parent.is_module for parent in self.parents):
             return True
         known = {parent.name for parent in self.parents}
-        return any(
-            base.startswith("torch.nn.")
-            or base.rpartition(".")[2].endswith(("Module", "Model", "Net", "Network", "Layer", "Block"))
-            for base in self.bases
-            if base not in known
-        )
+        unknown = [base for base in self.bases if base not in known]
+        if any(base.startswith("torch.nn.") for base in unknown):
+            return True
+        named = any(base.endswith(("Module", "Model", "Net", "Network", "Layer", "Block")) for base in unknown)
+        return named and bool({"forward", "training_step"} & set(self.methods))
 
     def find(self, name: str) -> Function | None:
         """A method of it or of a parent in this file."""
@@ -194,6 +193,8 @@ def _collect(node: ast.AST, program: Program, scope: Function, cls: Class | None
             program.by_node[child] = function
             if not isinstance(child, ast.Lambda):
                 function.grad = _grad_of(child, program)
+                if cls is not None and any(base.endswith("autograd.Function") for base in cls.bases):
+                    function.grad = False  # what runs inside a custom Function is not recorded
                 if cls is not None:
                     cls.methods.setdefault(name, function)
             _collect(child, program, function, None)

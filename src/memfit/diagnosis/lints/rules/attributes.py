@@ -22,7 +22,9 @@ def find_growing_attributes(program: Program) -> Iterator[Report]:
         function = event.function
         assert function is not None
         cls = function.cls
-        if cls is None or not event.name.startswith("self.") or event.value.graph < GRAPH or function.name == "__init__":
+        if cls is None or not event.name.startswith("self.") or event.value.graph < GRAPH or event.name.count(".") != 1:
+            continue
+        if function.name.startswith(("__init__", "_init", "init", "reset", "resize", "tie", "_tie", "load")):
             continue
         if not cls.is_module and not function.trains:
             continue

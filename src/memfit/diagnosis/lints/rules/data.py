@@ -131,11 +131,16 @@ def _is_divided(event: Event, loop: LoopNode) -> bool:
                 divided = divided or isinstance(other.stmt.op, ast.Div)
             elif isinstance(other.stmt, ast.Assign) and isinstance(other.stmt.value, ast.BinOp):
                 divided = divided or isinstance(other.stmt.value.op, ast.Div)
-    every_turn = any(
+    return divided and not _steps_every_turn(event, loop)
+
+
+def _steps_every_turn(event: Event, loop: LoopNode) -> bool:
+    """Whether each backward has its own optimizer step: then nothing is accumulated."""
+    assert event.function is not None
+    return any(
         other.kind == "step" and inside(other, loop) and set(other.context.arms) <= set(event.context.arms)
         for other in event.function.events
     )
-    return divided and not every_turn
 
 
 def _losses(event: Event, loop: LoopNode) -> list[Event]:
@@ -186,7 +191,7 @@ def find_split_batch_norms(program: Program) -> Iterator[Report]:
         if not event.context.loops or event.function is None:
             continue
         loop = event.context.loops[-1]
-        if not isinstance(loop, ast.For) or not _is_split(loop):
+        if not isinstance(loop, ast.For) or not _is_split(loop) or _steps_every_turn(event, loop):
             continue
         for other in event.function.events:
             if other.kind == "call" and inside(other, loop) and other.base.kind == "module" and other.base.parts & BATCH_NORMS:

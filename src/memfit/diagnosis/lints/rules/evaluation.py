@@ -21,7 +21,8 @@ def find_graphs_in_evaluation(program: Program) -> Iterator[Report]:
     for function in program.functions:
         if function.trains or _wants_gradients(function) or _is_lightning(function):
             continue
-        named = is_named_evaluation(function) and bool(function.sites)
+        # A name alone is weak evidence: it counts for a plain function that this file calls with gradients on.
+        named = is_named_evaluation(function) and bool(function.sites) and function.cls is None
         in_eval = False
         for event in function.events:
             if event.kind != "call":
@@ -91,7 +92,7 @@ def find_kept_outputs(program: Program) -> Iterator[Report]:
         cat = next((call for call in ast.walk(value) if _is_cat(call)), None) if isinstance(value, ast.expr) else None
         if cat is None or event.name not in names_in(cat.args[0] if cat.args else None):
             continue
-        if survives(event, event.name, loop):
+        if survives(event, event.name, loop) and _adds_output(cat, event) and not _feeds_back(event, loop):
             yield Report(
                 "MF302",
                 event.stmt,
@@ -108,6 +109,24 @@ def find_kept_outputs(program: Program) -> Iterator[Report]:
                 f"`{event.name}` keeps the full output of every batch on the device, only to reduce it at the end.",
                 "Reduce each batch at once (argmax, a sum and a count), or move it to the CPU as it comes.",
             )
+
+
+def _adds_output(cat: ast.Call, event: Event) -> bool:
+    """Whether what is joined on is a floating-point output, and neither an argmax nor the list itself once more."""
+    assert event.function is not None
+    joined = next((other.args[0] for other in event.function.events if other.node is cat and other.kind == "call" and other.args), None)
+    parts = joined.items or () if joined is not None else ()
+    outputs = {other.node for other in event.function.events if other.kind == "call" and other.base.kind == "module"}
+    return any(part.origin in outputs and part.op != "cut" for part in parts[1:])
+
+
+def _feeds_back(event: Event, loop: LoopNode) -> bool:
+    """Whether the loop computes with what it joined: generation, where the whole is the next input."""
+    assert event.function is not None
+    return any(
+        other.kind == "read" and other.name == event.name and inside(other, loop) and other.stmt is not event.stmt
+        for other in event.function.events
+    )
 
 
 def _evaluating(event: Event) -> bool:

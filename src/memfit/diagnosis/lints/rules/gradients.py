@@ -101,7 +101,7 @@ def find_kept_zeros(program: Program) -> Iterator[Report]:
         if _is_zero_grad(event) and _keeps_zeros(event.node):
             if not _reads_gradients(event.function, event.node):
                 yield _zeros(event.node)
-        elif event.name.endswith((".grad.zero_", ".grad.data.zero_")) and event.context.loops:
+        elif event.name.endswith((".grad.zero_", ".grad.data.zero_")) and event.context.loops and event.function.name != "zero_grad":
             loop = event.context.loops[-1]
             if isinstance(loop, ast.For) and "parameters" in ast.unparse(loop.iter):
                 yield _zeros(event.node)

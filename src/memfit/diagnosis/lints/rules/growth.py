@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memfit.diagnosis.lints.program import Event, LoopNode, Program
+from memfit.diagnosis.lints.program import Event, LoopNode, Program, dotted
 from memfit.diagnosis.lints.queries import (
     backward_operands,
     events_of,
@@ -58,14 +58,26 @@ def find_sums(program: Program) -> Iterator[Report]:
 
 def _added(event: Event) -> ast.expr | None:
     """What is added to the running value, if the event is such a step."""
+    if event.value.kind == "list" or event.base.kind == "list":
+        return None
     if event.kind == "augment" and isinstance(event.stmt, ast.AugAssign):
         return event.stmt.value if isinstance(event.stmt.op, (ast.Add, ast.Sub)) and event.name else None
-    if event.kind == "bind" and isinstance(event.stmt, ast.Assign) and isinstance(event.stmt.value, ast.BinOp):
-        value = event.stmt.value
-        if len(event.stmt.targets) != 1 or not isinstance(value.op, (ast.Add, ast.Sub)):
-            return None
-        left, right = event.name in names_in(value.left), event.name in names_in(value.right)
+    if event.kind == "bind" and isinstance(event.stmt, ast.Assign) and len(event.stmt.targets) == 1:
+        return _added_to(event.name, event.stmt.value)
+    return None
+
+
+def _added_to(name: str, value: ast.expr) -> ast.expr | None:
+    """`b` of `name + b` and `0.9 * name + b`, also in an arm of `if`; of `torch.lerp(name, b, 0.1)` the second argument."""
+    if isinstance(value, ast.IfExp):
+        return _added_to(name, value.body) or _added_to(name, value.orelse)
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
+        left, right = name in names_in(value.left), name in names_in(value.right)
         return value.right if left and not right else value.left if right and not left else None
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in ("add", "lerp", "maximum"):
+        given = [value.func.value, *value.args]
+        if any(dotted(part) == name for part in given[:2]):
+            return next((part for part in given if names_in(part) - {name, "torch"}), None)
     return None
 
 
@@ -93,7 +105,7 @@ def _escapes(name: str, event: Event) -> bool:
     if "." in name:
         return True
     for other in event.function.events:
-        if other.kind in ("return", "store") and isinstance(other.node, ast.AST):
+        if other.kind == "return" or (other.kind == "store" and other.name != name):
             value = getattr(other.stmt, "value", None)
             if name in names_in(value) and other.value.graph:
                 return True

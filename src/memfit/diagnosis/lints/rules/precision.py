@@ -67,7 +67,8 @@ def find_half_weights(program: Program) -> Iterator[Report]:
             continue
         name = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         target = {dotted(part) for part in getattr(event.stmt, "targets", [])}
-        owners = {owner for other in events_of(program, "call") if other.value.kind == "optimizer" for owner in other.value.owners}
+        near = [event.function] if not name.startswith("self.") else program.functions
+        owners = {owner for function in near for other in function.events for owner in other.value.owners if other.value.kind == "optimizer"}
         if ({name} | target) & owners - {""} and any(function.trains for function in program.functions):
             yield _lost(call, f"`{name or min(target)}`")
 

@@ -198,7 +198,9 @@ def find_self_references(program: Program) -> Iterator[Report]:
     for event in events_of(program, "bind"):
         function = event.function
         assert function is not None
-        if function.cls is None or not event.name.startswith("self.") or not isinstance(event.stmt, ast.Assign):
+        if function.cls is None or not event.name.startswith("self.") or event.name.count(".") != 1:
+            continue  # `self.child.parent = self` is how trees are built
+        if not isinstance(event.stmt, ast.Assign) or isinstance(event.stmt.value, ast.Name):
             continue
         if not function.parameters or function.parameters[0] != "self" or not _contains_self(event.stmt.value):
             continue
@@ -234,6 +236,8 @@ def find_kept_views(program: Program) -> Iterator[Report]:
         if not made_here or not survives(event, event.name, loop) or not isinstance(event.node, (ast.Call, ast.Subscript)):
             continue
         stored = event.node.args[-1] if isinstance(event.node, ast.Call) else getattr(event.stmt, "value", event.node)
+        if not _selects(stored, event):
+            continue
         yield Report(
             "MF116",
             event.node,
@@ -241,6 +245,33 @@ def find_kept_views(program: Program) -> Iterator[Report]:
             "Store `.clone()` of the part (on a GPU `.cpu()` copies too); detach() does not help.",
             Mend("call", stored, "clone"),
         )
+
+
+def _selects(stored: ast.expr, event: Event) -> bool:
+    """Whether it is written as a small part of something larger: `x[:, 0]`, `x[:, :4].detach()`, or a name for that.
+
+    Not `x[0]`, which is the whole of a batch of one or an element of a tuple, and not parts whose place is computed: they may add up.
+    """
+    while isinstance(stored, ast.Call) and isinstance(stored.func, ast.Attribute):
+        stored = stored.func.value
+    if isinstance(stored, ast.Name):
+        assert event.function is not None
+        binds = [other for other in event.function.events if other.kind == "bind" and other.name == stored.id]
+        made = [other.stmt.value for other in binds if isinstance(other.stmt, ast.Assign)]
+        return len(made) == 1 and not isinstance(made[0], ast.Name) and _selects(made[0], event)
+    if not isinstance(stored, ast.Subscript) or not isinstance(stored.slice, ast.Tuple):
+        return False
+    return any(_is_fixed(part) for part in stored.slice.elts[1:])
+
+
+def _is_fixed(part: ast.expr) -> bool:
+    """`0`, `-1`, `:4`, `2:4`: the same small part every time."""
+    if isinstance(part, ast.Slice):
+        bounds = [bound for bound in (part.lower, part.upper) if bound is not None]
+        return part.upper is not None and all(_is_fixed(bound) for bound in bounds)
+    if isinstance(part, ast.UnaryOp):
+        part = part.operand
+    return isinstance(part, ast.Constant) and isinstance(part.value, int)
 
 
 RULES = (

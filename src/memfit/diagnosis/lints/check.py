@@ -1,0 +1,133 @@
+"""`memfit check`: paths -> findings. Nothing is imported or run; files that have nothing to do with PyTorch are passed over.
+
+Costs a few milliseconds a file; many files are shared out over the cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from memfit.core.errors import MemfitError
+from memfit.core.finding import Finding
+from memfit.diagnosis.lints.flow import analyse
+from memfit.diagnosis.lints.program import read_program
+from memfit.diagnosis.lints.report import Mend, Report
+from memfit.diagnosis.lints.rules import RULES
+from memfit.diagnosis.lints.source import Source, parse_text, read_source
+
+_SUFFIXES = (".py", ".ipynb")
+_SKIPPED = frozenset("__pycache__ node_modules site-packages venv env build dist".split())
+_MANY_FILES = 64  # from here on starting processes pays
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which codes are wanted: prefixes to select (all if empty) and to leave out."""
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def takes(self, code: str) -> bool:
+        """Whether findings with this code are wanted."""
+        return (not self.select or code.startswith(self.select)) and not code.startswith(self.ignore or ("-",))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What came out of one file or of many. problems: sentences about what could not be read or parsed."""
+
+    findings: tuple[Finding, ...] = ()
+    problems: tuple[str, ...] = ()
+    num_files: int = 0
+
+
+def check_paths(paths: Iterable[Path], chosen: Chosen = Chosen()) -> Checked:  # noqa: B008: frozen
+    """Checks files and everything below directories. Raises MemfitError for a path that does not exist or holds no source."""
+    files = list(find_files(paths))
+    work = partial(check_file, chosen=chosen)
+    if len(files) < _MANY_FILES or (os.cpu_count() or 1) < 2:
+        done = [work(file) for file in files]
+    else:
+        with ProcessPoolExecutor() as pool:
+            done = list(pool.map(work, files, chunksize=8))
+    return Checked(
+        tuple(finding for each in done for finding in each.findings),
+        tuple(problem for each in done for problem in each.problems),
+        len(files),
+    )
+
+
+def find_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """The Python files and notebooks in `paths`, directories walked in order, each once. Raises MemfitError as check_paths."""
+    seen: set[Path] = set()
+    for path in paths:
+        if not path.exists():
+            raise MemfitError(f"There is no file or directory {path}.")
+        if path.is_dir():
+            found = [file for file in _walk(path) if file not in seen]
+            if not found and not seen:
+                raise MemfitError(f"{path} holds no Python file and no notebook. Give the script, or the directory it is in.")
+        else:
+            found = [path] if path not in seen else []
+        seen.update(found)
+        yield from found
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    for folder, below, names in os.walk(directory):
+        below[:] = sorted(name for name in below if name not in _SKIPPED and not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(_SUFFIXES))
+
+
+def check_file(path: Path, chosen: Chosen = Chosen()) -> Checked:  # noqa: B008: frozen
+    """Checks one file; what cannot be read or parsed becomes a problem, not an exception."""
+    try:
+        source = read_source(path, str(path))
+    except SyntaxError as error:
+        return Checked(problems=(f"{path}:{error.lineno or 1} could not be parsed: {error.msg}.",), num_files=1)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return Checked(problems=(f"{path} could not be read: {reason}.",), num_files=1)
+    except RecursionError:
+        return Checked(problems=(f"{path} could not be parsed: it is nested too deeply.",), num_files=1)
+    if source is None:
+        return Checked(num_files=1)
+    return Checked(tuple(finding for finding, _ in find_in(source, chosen)), source.broken, 1)
+
+
+def check_text(text: str, name: str = "<text>", chosen: Chosen = Chosen()) -> list[Finding]:  # noqa: B008: frozen
+    """The findings in a Python text. Raises SyntaxError."""
+    source = parse_text(text, name)
+    return [] if source is None else [finding for finding, _ in find_in(source, chosen)]
+
+
+def find_in(source: Source, chosen: Chosen) -> list[tuple[Finding, Mend | None]]:
+    """All findings of a source with their mends, sorted by place, those that are not wanted or ignored by comment left out."""
+    program = analyse(read_program(source.tree))
+    found: dict[tuple[int, int, str], tuple[Finding, Mend | None]] = {}
+    for rule in RULES:
+        for report in rule(program):
+            finding = _as_finding(report, source)
+            line: int = report.node.lineno  # type: ignore[attr-defined]
+            if chosen.takes(report.code) and not _is_ignored(report, source):
+                found.setdefault((line, finding.column, report.code), (finding, report.mend))
+    return [found[key] for key in sorted(found)]
+
+
+def _as_finding(report: Report, source: Source) -> Finding:
+    line: int = report.node.lineno  # type: ignore[attr-defined]
+    path, shown = source.place(line)
+    column = source.column(line, report.node.col_offset)  # type: ignore[attr-defined]
+    return replace(Finding(path, shown, column, report.code, report.message), remedy=report.remedy)
+
+
+def _is_ignored(report: Report, source: Source) -> bool:
+    """A comment counts on the first line of what is reported, and on its last where it goes over several."""
+    first: int = report.node.lineno  # type: ignore[attr-defined]
+    last: int = getattr(report.node, "end_lineno", None) or first
+    return source.ignores(first, report.code) or (last - first < 20 and source.ignores(last, report.code))
