@@ -48,7 +48,8 @@ def _is_reset_elsewhere(event: Event, cls: Class, program: Program) -> bool:
     assert event.function is not None
     for function in program.functions:
         for other in function.events:
-            if other.name.rpartition(".")[2] != attribute or not is_reset(other, other.name):
+            cut = other.kind == "bind" and other.value.graph == NO_GRAPH and other.value.op == "cut"
+            if other.name.rpartition(".")[2] != attribute or not (cut or is_reset(other, other.name)):
                 continue
             if function is event.function:
                 if other.index < event.index and other.stmt is not event.stmt:
