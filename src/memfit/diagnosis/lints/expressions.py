@@ -127,9 +127,7 @@ def _effects(
         what, value = (node.args[0], args[0]) if helper else (function.value, receiver)
         walk.function.trains = True
         walk.record("backward", dotted(what), node, value, base=receiver)
-    elif method == "step" and receiver.kind == "unknown" and "optim" in owner.lower():
-        walk.record("step", owner, node, receiver)
-    elif method == "step" and receiver.kind in ("optimizer", "scaler"):
+    elif method == "step" and (receiver.kind in ("optimizer", "scaler") or (receiver.kind == "unknown" and "opt" in owner.lower())):
         walk.record("step", owner, node, receiver, args=args)
     elif method in _STORES and args and receiver.kind not in ("tensor", "module", "optimizer", "scaler"):
         name = owner or dotted(function.value.value if isinstance(function.value, ast.Subscript) else function.value)

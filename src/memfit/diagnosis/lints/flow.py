@@ -59,13 +59,12 @@ def _parameter(function: Function, position: int, name: str, program: Program) -
     passed = joined_sites(function, name)
     forward = function.name == "forward" and function.cls is not None and function.cls.is_module
     if forward and (passed is None or passed.kind in ("tensor", "unknown")):
-        arg = next(arg for arg in ast.walk(function.node) if isinstance(arg, ast.arg) and arg.arg == name)
-        return Value("tensor", GRAPH, origin=arg, op="argument")
+        return Value("tensor", GRAPH, origin=function.argument(name), op="argument")
     if passed is not None and passed.kind not in ("unknown", "none"):
         return passed
     if name in program.modules or is_module_word(name):
         return Value("module")
-    return passed or UNKNOWN
+    return passed or Value(origin=function.argument(name))
 
 
 def _find_backward_names(function: Function) -> frozenset[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
-from memfit.diagnosis.lints.facts import NO_GRAD
+from memfit.diagnosis.lints.facts import MODULE_METHODS, NO_GRAD
 from memfit.diagnosis.lints.values import UNKNOWN, Value
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -82,6 +82,13 @@ class Function:
         args = self.node.args
         return [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
 
+    def argument(self, name: str) -> ast.arg | None:
+        """The node of a parameter."""
+        if isinstance(self.node, ast.Module):
+            return None
+        args = self.node.args
+        return next((arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs) if arg.arg == name), None)
+
     @property
     def body(self) -> list[ast.stmt]:
         """Its statements; of a lambda its expression as one."""
@@ -115,6 +122,13 @@ class Class:
         named = any(base.endswith(("Module", "Model", "Net", "Network", "Layer", "Block")) for base in unknown)
         return named and bool({"forward", "training_step"} & set(self.methods))
 
+    def has_only_layers(self, name: str) -> bool:
+        """Whether `self.name` can only be a layer when it is called: a plain nn.Module, and no method or known attribute."""
+        if name.startswith("_") or name in MODULE_METHODS:
+            return False
+        plain = bool(self.bases) and all(base.startswith("torch.nn.") or base in _names(self.parents) for base in self.bases)
+        return plain and all(parent.has_only_layers(name) for parent in self.parents) and self.find(name) is None
+
     def find(self, name: str) -> Function | None:
         """A method of it or of a parent in this file."""
         if name in self.methods:
@@ -126,6 +140,10 @@ class Class:
         if name in self.attributes:
             return self.attributes[name]
         return next((found for parent in self.parents if (found := parent.attribute(name)) is not None), None)
+
+
+def _names(classes: list[Class]) -> set[str]:
+    return {cls.name for cls in classes}
 
 
 @dataclass(eq=False)

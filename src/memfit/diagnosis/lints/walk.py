@@ -57,6 +57,8 @@ class Walk:
             found = holder.target.attribute(attribute)  # type: ignore[union-attr]
             if found is not None:
                 return found
+            if owner == "self" and holder.target.has_only_layers(attribute):  # type: ignore[union-attr]
+                return _MODULE
         return _MODULE if name in self.program.modules or (owner == "self" and is_module_word(attribute)) else None
 
     def bind(self, name: str, value: Value, node: ast.AST) -> None:

@@ -120,7 +120,10 @@ def _zeros(node: ast.AST) -> Report:
 def _reads_gradients(function: Function, zero: ast.AST) -> bool:
     """Whether `.grad` is read as a tensor in the function, which would meet None."""
     return any(
-        isinstance(part, ast.Attribute) and isinstance(part.value, ast.Attribute) and part.value.attr == "grad"
+        isinstance(part, ast.Attribute)
+        and part.attr not in ("zero_", "data")
+        and isinstance(part.value, ast.Attribute)
+        and part.value.attr == "grad"
         for part in ast.walk(function.node)
     )
 

@@ -85,7 +85,8 @@ def _reader(event: Event, written: Value, function: Function) -> int:
     """The line that reads the old tensor under a name that was not given the result, or 0."""
     arms = dict(event.context.arms)
     for other in function.events:
-        if other.kind != "read" or other.index < event.index or other.stmt is event.stmt and not _is_outside(other, event):
+        same = other.stmt is event.stmt
+        if other.kind != "read" or (other.index < event.index and not same) or (same and not _is_outside(other, event)):
             continue
         if other.value is not written and other.value != written or other.value.origin is not written.origin:
             continue
@@ -96,8 +97,13 @@ def _reader(event: Event, written: Value, function: Function) -> int:
 
 
 def _is_outside(read: Event, event: Event) -> bool:
-    """`return self.branch(x) + x`: in the same statement, but not an argument of the call."""
-    return not any(part is read.node for part in ast.walk(event.node))
+    """`self.branch(x) + x`, `x + self.branch(x)`: in the same statement, but not an argument of the call."""
+    if any(part is read.node for part in ast.walk(event.node)):
+        return False
+    # Python reads the name before the call, but adds after it.
+    return read.index > event.index or any(
+        isinstance(part, ast.BinOp) and read.node in (part.left, part.right) for part in ast.walk(event.stmt)
+    )
 
 
 def _is_only_looked_at(read: Event) -> bool:
