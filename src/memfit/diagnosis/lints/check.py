@@ -108,7 +108,7 @@ def check_text(text: str, name: str = "<text>", chosen: Chosen = Chosen()) -> li
 
 def find_in(source: Source, chosen: Chosen) -> list[tuple[Finding, Mend | None]]:
     """All findings of a source with their mends, sorted by place, those that are not wanted or ignored by comment left out."""
-    program = analyse(read_program(source.tree))
+    program = analyse(read_program(source.tree, source.text))
     found: dict[tuple[int, int, str], tuple[Finding, Mend | None]] = {}
     for rule in RULES:
         for report in rule(program):

@@ -23,7 +23,11 @@ _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 def analyse(program: Program) -> Program:
     """Fills in the events of every function, and what they pass to each other."""
-    backward_names = {function: _find_backward_names(function) for function in program.functions}
+    if "backward" in program.text:
+        backward_names = {function: _find_backward_names(function) for function in program.functions}
+    else:
+        backward_names = dict.fromkeys(program.functions, frozenset[str]())
+    known: list[object] = []
     for _ in range(_PASSES):
         sites = {function: function.sites for function in program.functions}
         for function in program.functions:
@@ -33,6 +37,10 @@ def analyse(program: Program) -> Program:
         for function in program.functions:
             function.events = []
             _walk_function(function, program, sites[function], backward_names[function])
+        found: list[object] = [(function.result, [given for given, _ in function.sites]) for function in program.functions]
+        if found == known:
+            break  # another pass would see the same
+        known = found
     return program
 
 

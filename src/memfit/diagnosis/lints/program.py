@@ -148,14 +148,17 @@ def _names(classes: list[Class]) -> set[str]:
 
 @dataclass(eq=False)
 class Program:
-    """A parsed file: `functions` in source order, the module's body first; `modules`: dotted names used as nn.Module in it."""
+    """A parsed file: `functions` in source order, the module's body first; `modules`: dotted names used as nn.Module in it;
+    `displays`: its lists, tuples and calls with several positional arguments."""
 
     tree: ast.Module
+    text: str
     imports: dict[str, str] = field(default_factory=dict)
     functions: list[Function] = field(default_factory=list)
     classes: dict[str, Class] = field(default_factory=dict)
     by_node: dict[ast.AST, Function] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
+    displays: list[ast.List | ast.Tuple | ast.Call] = field(default_factory=list)
 
     @property
     def main(self) -> Function:
@@ -184,9 +187,9 @@ _CANONICAL = {"torch.functional": "torch", "torch.nn.modules": "torch.nn", "torc
 _SIGNS_OF_A_MODULE = frozenset("parameters named_parameters train eval modules named_modules children".split())
 
 
-def read_program(tree: ast.Module) -> Program:
+def read_program(tree: ast.Module, text: str) -> Program:
     """Collects imports, functions and classes; nothing is walked for events yet."""
-    program = Program(tree)
+    program = Program(tree, text)
     program.functions.append(Function(tree, ""))
     _collect(tree, program, program.main, None)
     for found in program.classes.values():
@@ -206,26 +209,32 @@ def _collect(node: ast.AST, program: Program, scope: Function, cls: Class | None
                 program.imports[alias.asname or alias.name] = f"{module}.{alias.name}" if module else alias.name
         elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             name = "<lambda>" if isinstance(child, ast.Lambda) else child.name
-            function = Function(child, name, scope, cls if not isinstance(child, ast.Lambda) else None)
-            program.functions.append(function)
-            program.by_node[child] = function
+            found = Function(child, name, scope, cls if not isinstance(child, ast.Lambda) else None)
+            program.functions.append(found)
+            program.by_node[child] = found
             if not isinstance(child, ast.Lambda):
-                function.grad = _grad_of(child, program)
+                found.grad = _grad_of(child, program)
                 if cls is not None and any(base.endswith("autograd.Function") for base in cls.bases):
-                    function.grad = False  # what runs inside a custom Function is not recorded
+                    found.grad = False  # what runs inside a custom Function is not recorded
                 if cls is not None:
-                    cls.methods.setdefault(name, function)
-            _collect(child, program, function, None)
+                    cls.methods.setdefault(name, found)
+            _collect(child, program, found, None)
         elif isinstance(child, ast.ClassDef):
             bases = tuple(program.resolve(base) for base in child.bases)
-            found = Class(child, child.name, tuple(base for base in bases if base))
-            program.classes.setdefault(child.name, found)
-            _collect(child, program, scope, found)
+            inner = Class(child, child.name, tuple(base for base in bases if base))
+            program.classes.setdefault(child.name, inner)
+            _collect(child, program, scope, inner)
         else:
-            if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
-                owner = child.func.value
-                if child.func.attr in _SIGNS_OF_A_MODULE and (name := dotted(owner)):
+            if isinstance(child, ast.Call):
+                function = child.func
+                if isinstance(function, ast.Attribute) and function.attr in _SIGNS_OF_A_MODULE and (name := dotted(function.value)):
                     program.modules.add(name)
+                if len(child.args) > 1:
+                    program.displays.append(child)
+            elif isinstance(child, (ast.List, ast.Tuple)):
+                program.displays.append(child)
+            elif isinstance(child, (ast.Name, ast.Constant, ast.expr_context, ast.operator)):
+                continue
             _collect(child, program, scope, cls)
 
 

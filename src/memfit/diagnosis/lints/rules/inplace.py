@@ -128,10 +128,10 @@ def find_written_leaves(program: Program) -> Iterator[Report]:
 
 def find_missed_inplace(program: Program) -> Iterator[Report]:
     """LeakyReLU and ELU after a norm or convolution save their input out of place and their output in place: one map less."""
-    for node in ast.walk(program.tree):
-        if isinstance(node, (ast.List, ast.Tuple)):
+    for node in program.displays:
+        if not isinstance(node, ast.Call):
             sequence = node.elts
-        elif isinstance(node, ast.Call) and program.resolve(node.func) == "torch.nn.Sequential":
+        elif program.resolve(node.func) == "torch.nn.Sequential":
             sequence = node.args
         else:
             continue

@@ -92,7 +92,7 @@ def _lost(node: ast.AST, what: str) -> Report:
 
 def find_upcast_logits(program: Program) -> Iterator[Report]:
     """`cross_entropy(logits.float(), y)` with logits in half precision: 2 + 4 + 4 + 4 + 2 bytes for each logit at the worst moment."""
-    if not _HALF_SIGNS.search(ast.unparse(program.tree)):
+    if not _HALF_SIGNS.search(program.text):
         return
     for event in events_of(program, "call"):
         call = event.node
