@@ -12,6 +12,7 @@ from memfit.cli.explain import list_topics, read_text
 from memfit.core.errors import BudgetError, TraceError
 from memfit.core.plan import Plan
 from memfit.core.trace import Trace
+from memfit.diagnosis.codes import CODES
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_bad_input_of_plan_is_refused(memfit, api, tmp_path, words, sentence):
 def test_explain_lists_its_topics_with_a_line_each(memfit):
     code, out, _ = memfit("explain")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == list_topics()
+    assert [line.split()[0] for line in out.splitlines()] == [*list_topics(), *CODES]
     assert {"recompute", "guard", "certificate", "budget", "exactness", "measuring"} <= set(list_topics())
     assert all(len(line) <= 80 and len(line.split()) > 3 for line in out.splitlines())
 

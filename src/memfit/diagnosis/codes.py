@@ -8,11 +8,11 @@ from __future__ import annotations
 
 CODES = {
     "MF101": "a sum over steps keeps every step's graph and what is saved in it",
-    "MF102": "a sum over steps keeps the graph nodes of losses that went through backward",
+    "MF102": "a sum over steps keeps the graph nodes of losses already backpropagated",
     "MF103": "a list over steps keeps tensors with their graphs",
     "MF104": "a state carried from step to step keeps all earlier graphs",
     "MF105": "an attribute is computed from its own last value with the graph on",
-    "MF106": "backward(create_graph=True) ties parameters and gradients into a cycle",
+    "MF106": "backward(create_graph=True) ties parameters to their gradients",
     "MF107": "a training step hands more than its loss to an epoch-end hook",
     "MF111": "a stored exception keeps the frames of the failed step",
     "MF112": "a forward hook collects tensors that only a backward takes out",
@@ -41,7 +41,7 @@ CODES = {
     "MF513": "dropout inside a checkpoint that does not restore the random state",
     "MF514": "a reentrant checkpoint gets a keyword argument",
     "MF515": "a checkpointed module changes what its forward decides by",
-    "MF516": "reentrant checkpoints under DistributedDataParallel's search for unused parameters",
+    "MF516": "reentrant checkpoints under DDP with find_unused_parameters",
     "MF601": "gradients are clipped while still multiplied by the loss scale",
     "MF602": "weights in float16 are updated without a float32 copy",
     "MF603": "half-precision logits are copied to float32 for the loss",

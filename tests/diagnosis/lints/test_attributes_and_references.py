@@ -1,6 +1,7 @@
 """MF105-MF117: attributes, step outputs, exceptions, hooks, caches, cycles, views and metrics that keep tensors."""
 
 import pytest
+
 from diagnosis.lints.marked import assert_marked, find
 
 FOUND = {

@@ -1,6 +1,7 @@
 """MF201-MF212, MF301, MF302: tensors that are alive for nothing, attention's matrices, evaluation with gradients."""
 
 import pytest
+
 from diagnosis.lints.marked import assert_marked, find
 
 FOUND = {

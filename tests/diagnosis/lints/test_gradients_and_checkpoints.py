@@ -1,6 +1,7 @@
 """MF401-MF406, MF501-MF516: zero_grad, graphs in each other's way, and checkpoints that save nothing or train wrongly."""
 
 import pytest
+
 from diagnosis.lints.marked import assert_marked, find
 
 FOUND = {

@@ -1,6 +1,7 @@
 """MF101-MF104: sums, lists and states that keep earlier graphs, in several shapes, and their innocent look-alikes."""
 
 import pytest
+
 from diagnosis.lints.marked import assert_marked, find
 
 FOUND = {

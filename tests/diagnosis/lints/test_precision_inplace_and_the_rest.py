@@ -1,6 +1,7 @@
 """MF6xx-MF9xx: precision, in-place calls, cache calls and retries, loading, data and means."""
 
 import pytest
+
 from diagnosis.lints.marked import assert_marked, find
 
 FOUND = {

@@ -83,10 +83,8 @@ def call_module(node: ast.AST, module: Value, inputs: list[Value], walk: Walk) -
     op = module.op.rpartition(".")[2]
     found = with_graph(inputs)
     target = module.target
-    if op.endswith("Loss") or op in facts.WITHOUT_PARAMETERS or module.frozen:
-        graph = found.graph
-    else:
-        graph = GRAPH
+    passes_on = op.endswith("Loss") or op in facts.WITHOUT_PARAMETERS or module.frozen
+    graph = found.graph if passes_on else GRAPH
     if walk.grad is False:
         return Value("tensor", origin=node, op="module", made_by=node)
     output = facts.MODULE_OPS.get(op, op)
@@ -104,9 +102,7 @@ def call_module(node: ast.AST, module: Value, inputs: list[Value], walk: Walk) -
     if module.inplace and inputs:
         walk.record("write", op, node, inputs[0])
         origin = inputs[0].origin or node
-    return Value(
-        "tensor", graph, origin, output, found.roots | {node} if graph else frozenset(), found.carried, made_by=node
-    )
+    return Value("tensor", graph, origin, output, found.roots | {node} if graph else frozenset(), found.carried, made_by=node)
 
 
 def _instance(node: ast.Call, cls: Class, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk) -> Value:
@@ -126,9 +122,7 @@ def _instance(node: ast.Call, cls: Class, args: tuple[Value, ...], keywords: dic
     )
 
 
-def _local_call(
-    node: ast.Call, function: Function, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk
-) -> Value:
+def _local_call(node: ast.Call, function: Function, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk) -> Value:
     bound = function.is_method and isinstance(node.func, ast.Attribute)
     _remember_site(function, (UNKNOWN, *args) if bound else args, keywords, walk)
     if function.trains and not walk.muted:
@@ -223,9 +217,7 @@ def _checkpointed(node: ast.Call, args: tuple[Value, ...], keywords: dict[str, V
     return Value("tensor", GRAPH, node, "checkpoint", frozenset([node]), made_by=node)
 
 
-def _construct(
-    node: ast.Call, name: str, last: str, args: tuple[Value, ...], keywords: dict[str, Value]
-) -> Value:
+def _construct(node: ast.Call, name: str, last: str, args: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
     """A layer, container or loss of torch.nn (or of a library built on it)."""
     everything = [*args, *keywords.values()]
     items: tuple[Value, ...] | None = None
@@ -288,9 +280,19 @@ def _builtin(node: ast.Call, name: str, args: tuple[Value, ...]) -> Value | None
     if name in ("list", "tuple", "set", "sorted", "reversed", "iter", "tqdm", "next", "deque"):
         if name == "next":
             return element_of(first)
-        return first if first.kind in ("list", "loader", "dict") else replace(first, kind="list") if args else Value("list", items=())
+        return (
+            first
+            if first.kind in ("list", "loader", "dict")
+            else replace(first, kind="list")
+            if args
+            else Value("list", items=())
+        )
     if name == "enumerate":
-        return replace(Value("list", first.graph), element=Value("list", first.graph, items=(NUMBER, element_of(first))), number=first.number)
+        return replace(
+            Value("list", first.graph),
+            element=Value("list", first.graph, items=(NUMBER, element_of(first))),
+            number=first.number,
+        )
     if name == "zip":
         return Value("list", element=Value("list", items=tuple(element_of(arg) for arg in args)))
     if name in ("sum", "max", "min"):
@@ -303,9 +305,7 @@ def _builtin(node: ast.Call, name: str, args: tuple[Value, ...]) -> Value | None
     return None
 
 
-def _method(
-    node: ast.Call, last: str, base: Value, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk
-) -> Value:
+def _method(node: ast.Call, last: str, base: Value, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk) -> Value:
     if isinstance(base.target, Class) and (method := base.target.find(last)) is not None:
         return _local_call(node, method, args, keywords, walk)
     if base.kind in ("module", "object", "parameters"):
@@ -321,7 +321,9 @@ def _method(
     if last in facts.CUTS:
         if last in ("detach", "data"):
             return replace(base, kind="tensor", graph=NO_GRAPH, roots=frozenset(), carried=False, leaf=False, op="cut")
-        return Value("number" if last in ("item", "size", "dim", "numel") else "tensor", op="cut", plain=base.plain, made_by=node)
+        return Value(
+            "number" if last in ("item", "size", "dim", "numel") else "tensor", op="cut", plain=base.plain, made_by=node
+        )
     if last in ("requires_grad_", "retain_grad"):
         if last == "requires_grad_" and not (node.args and not is_constant(node.args[0], True)):
             return replace(base, kind="tensor", graph=GRAPH, leaf=base.graph == NO_GRAPH, plain=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from memfit.core.errors import MemfitError
 from memfit.core.finding import Finding
+from memfit.diagnosis.lints.facts import words
 from memfit.diagnosis.lints.flow import analyse
 from memfit.diagnosis.lints.program import read_program
 from memfit.diagnosis.lints.report import Mend, Report
@@ -21,7 +22,7 @@ from memfit.diagnosis.lints.rules import RULES
 from memfit.diagnosis.lints.source import Source, parse_text, read_source
 
 _SUFFIXES = (".py", ".ipynb")
-_SKIPPED = frozenset("__pycache__ node_modules site-packages venv env build dist".split())
+_SKIPPED = words("__pycache__ node_modules site-packages venv env build dist")
 _MANY_FILES = 64  # from here on starting processes pays
 
 
@@ -37,6 +38,9 @@ class Chosen:
         return (not self.select or code.startswith(self.select)) and not code.startswith(self.ignore or ("-",))
 
 
+EVERYTHING = Chosen()
+
+
 @dataclass(frozen=True)
 class Checked:
     """What came out of one file or of many. problems: sentences about what could not be read or parsed."""
@@ -46,7 +50,7 @@ class Checked:
     num_files: int = 0
 
 
-def check_paths(paths: Iterable[Path], chosen: Chosen = Chosen()) -> Checked:  # noqa: B008: frozen
+def check_paths(paths: Iterable[Path], chosen: Chosen = EVERYTHING) -> Checked:
     """Checks files and everything below directories. Raises MemfitError for a path that does not exist or holds no source."""
     files = list(find_files(paths))
     work = partial(check_file, chosen=chosen)
@@ -84,7 +88,7 @@ def _walk(directory: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(_SUFFIXES))
 
 
-def check_file(path: Path, chosen: Chosen = Chosen()) -> Checked:  # noqa: B008: frozen
+def check_file(path: Path, chosen: Chosen = EVERYTHING) -> Checked:
     """Checks one file; what cannot be read or parsed becomes a problem, not an exception."""
     try:
         source = read_source(path, str(path))
@@ -100,7 +104,7 @@ def check_file(path: Path, chosen: Chosen = Chosen()) -> Checked:  # noqa: B008:
     return Checked(tuple(finding for finding, _ in find_in(source, chosen)), source.broken, 1)
 
 
-def check_text(text: str, name: str = "<text>", chosen: Chosen = Chosen()) -> list[Finding]:  # noqa: B008: frozen
+def check_text(text: str, name: str = "<text>", chosen: Chosen = EVERYTHING) -> list[Finding]:
     """The findings in a Python text. Raises SyntaxError."""
     source = parse_text(text, name)
     return [] if source is None else [finding for finding, _ in find_in(source, chosen)]

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from memfit.diagnosis.lints import facts
 from memfit.diagnosis.lints.calls import answer, is_constant, keyword
+from memfit.diagnosis.lints.facts import words
 from memfit.diagnosis.lints.program import dotted
 from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH, NONE, NUMBER, TEXT, UNKNOWN, Value, element_of, join, with_graph
 from memfit.diagnosis.lints.walk import Walk
 
-_STORES = frozenset("append appendleft add extend extendleft insert setdefault update put".split())
-_EMPTIES = frozenset("clear pop popleft reset".split())
+_STORES = words("append appendleft add extend extendleft insert setdefault update put")
+_EMPTIES = words("clear pop popleft reset")
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -121,13 +122,15 @@ def _effects(
     owner = dotted(function.value)
     if method in ("backward", "manual_backward"):
         # loss.backward(); accelerator.backward(loss), self.manual_backward(loss)
-        helper = bool(args) and receiver.graph < GRAPH and method != "backward" or (
+        helper = (bool(args) and receiver.graph < GRAPH and method != "backward") or (
             bool(args) and owner.rpartition(".")[2] in ("accelerator", "fabric", "engine", "model_engine", "strategy")
         )
         what, value = (node.args[0], args[0]) if helper else (function.value, receiver)
         walk.function.trains = True
         walk.record("backward", dotted(what), node, value, base=receiver)
-    elif method == "step" and (receiver.kind in ("optimizer", "scaler") or (receiver.kind == "unknown" and "opt" in owner.lower())):
+    elif method == "step" and (
+        receiver.kind in ("optimizer", "scaler") or (receiver.kind == "unknown" and "opt" in owner.lower())
+    ):
         walk.record("step", owner, node, receiver, args=args)
     elif method in _STORES and args and receiver.kind not in ("tensor", "module", "optimizer", "scaler"):
         name = owner or dotted(function.value.value if isinstance(function.value, ast.Subscript) else function.value)

@@ -16,7 +16,7 @@ from pathlib import Path
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from memfit.diagnosis.lints.check import Chosen, find_in
+from memfit.diagnosis.lints.check import EVERYTHING, Chosen, find_in
 from memfit.diagnosis.lints.report import Mend
 from memfit.diagnosis.lints.source import Source, parse_text
 
@@ -31,7 +31,7 @@ class Fixed:
     num_mends: int
 
 
-def fix_text(text: str, name: str = "<text>", chosen: Chosen = Chosen()) -> Fixed:  # noqa: B008: frozen
+def fix_text(text: str, name: str = "<text>", chosen: Chosen = EVERYTHING) -> Fixed:
     """Applies every safe mend. Raises SyntaxError for a text that is not Python; notebooks are not mended."""
     done = 0
     for _ in range(_ROUNDS):

@@ -8,12 +8,13 @@ a hundred lines.
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.diagnosis.lints.calls import is_constant, joined_sites
 from memfit.diagnosis.lints.expressions import bind_target, concatenate, evaluate
 from memfit.diagnosis.lints.facts import NO_GRAD, is_module_word
-from memfit.diagnosis.lints.program import Function, LoopNode, Program, dotted
+from memfit.diagnosis.lints.program import Context, Function, LoopNode, Program, dotted
 from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH, UNKNOWN, Value, element_of, join, with_graph
 from memfit.diagnosis.lints.walk import Walk
 
@@ -45,9 +46,9 @@ def analyse(program: Program) -> Program:
 
 
 def _walk_function(
-    function: Function, program: Program, sites: list[tuple[dict[str, Value], object]], backward_names: frozenset[str]
+    function: Function, program: Program, sites: list[tuple[dict[str, Value], Context]], backward_names: frozenset[str]
 ) -> None:
-    new_sites, function.sites = function.sites, sites  # type: ignore[assignment]
+    new_sites, function.sites = function.sites, sites
     walk = Walk(program, function, {}, backward_names=backward_names)
     grad = function.grad
     if grad is True and sites and all(context.grad is False for _, context in function.sites):
@@ -167,7 +168,7 @@ def _expression(node: ast.Expr, walk: Walk) -> None:
             walk.env[name] = value
     if isinstance(call, ast.Call) and walk.program.resolve(call.func) == "torch.set_grad_enabled":
         off = bool(call.args) and is_constant(call.args[0], False)
-        walk.context = replace(walk.context, grad=False if off else True)
+        walk.context = replace(walk.context, grad=not off)
 
 
 def _return(node: ast.Return, walk: Walk) -> None:
@@ -340,7 +341,7 @@ def _raise(node: ast.Raise, walk: Walk) -> None:
     evaluate(node.cause, walk)
 
 
-_HANDLERS = {
+_HANDLERS: dict[type[ast.AST], Callable[..., bool | None]] = {
     ast.Assign: _assign,
     ast.AnnAssign: _annotated,
     ast.AugAssign: _augment,

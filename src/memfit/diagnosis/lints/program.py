@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
-from memfit.diagnosis.lints.facts import MODULE_METHODS, NO_GRAD
+from memfit.diagnosis.lints.facts import MODULE_METHODS, NO_GRAD, words
 from memfit.diagnosis.lints.values import UNKNOWN, Value
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -113,14 +113,16 @@ class Class:
     @property
     def is_module(self) -> bool:
         """Whether it is an nn.Module: by its bases here, or by names they have elsewhere."""
-        if any(parent.is_module for parent in self.parents):
+        foreign = self.foreign_bases()
+        if any(base.startswith("torch.nn.") for base in foreign):
             return True
-        known = {parent.name for parent in self.parents}
-        unknown = [base for base in self.bases if base not in known]
-        if any(base.startswith("torch.nn.") for base in unknown):
-            return True
-        named = any(base.endswith(("Module", "Model", "Net", "Network", "Layer", "Block")) for base in unknown)
-        return named and bool({"forward", "training_step"} & set(self.methods))
+        named = any(base.endswith(("Module", "Model", "Net", "Network", "Layer", "Block")) for base in foreign)
+        return named and (self.find("forward") is not None or self.find("training_step") is not None)
+
+    def foreign_bases(self) -> set[str]:
+        """Bases that are not in this file, of it and of its parents."""
+        found = {base for base in self.bases if base not in _names(self.parents)}
+        return found.union(*(parent.foreign_bases() for parent in self.parents))
 
     def has_only_layers(self, name: str) -> bool:
         """Whether `self.name` can only be a layer when it is called: a plain nn.Module, and no method or known attribute."""
@@ -184,7 +186,7 @@ def dotted(node: ast.AST) -> str:
 
 
 _CANONICAL = {"torch.functional": "torch", "torch.nn.modules": "torch.nn", "torch.cuda.amp": "torch.amp"}
-_SIGNS_OF_A_MODULE = frozenset("parameters named_parameters train eval modules named_modules children".split())
+_SIGNS_OF_A_MODULE = words("parameters named_parameters train eval modules named_modules children")
 
 
 def read_program(tree: ast.Module, text: str) -> Program:
@@ -227,7 +229,11 @@ def _collect(node: ast.AST, program: Program, scope: Function, cls: Class | None
         else:
             if isinstance(child, ast.Call):
                 function = child.func
-                if isinstance(function, ast.Attribute) and function.attr in _SIGNS_OF_A_MODULE and (name := dotted(function.value)):
+                if (
+                    isinstance(function, ast.Attribute)
+                    and function.attr in _SIGNS_OF_A_MODULE
+                    and (name := dotted(function.value))
+                ):
                     program.modules.add(name)
                 if len(child.args) > 1:
                     program.displays.append(child)

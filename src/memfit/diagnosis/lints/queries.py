@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memfit.diagnosis.lints.facts import EVALUATION_WORDS, words_of
+from memfit.diagnosis.lints.facts import EVALUATION_WORDS, words, words_of
 from memfit.diagnosis.lints.program import Class, Event, Function, LoopNode, Program, dotted
 
-_TRAINING_WORDS = frozenset("backward finish learn optimize optimise train update step".split())
+_TRAINING_WORDS = words("backward finish learn optimize optimise train update step")
 
 
 def events_of(program: Program, *kinds: str) -> Iterator[Event]:
@@ -133,8 +133,10 @@ def _may_train(event: Event) -> bool:
 def _source_of(event: Event) -> ast.AST | None:
     if isinstance(event.node, ast.Call):
         return ast.Tuple(list(event.node.args), ast.Load())
-    return getattr(event.stmt, "value", None) if isinstance(event.stmt, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else (
-        event.stmt.iter if isinstance(event.stmt, (ast.For, ast.AsyncFor)) else None
+    return (
+        getattr(event.stmt, "value", None)
+        if isinstance(event.stmt, (ast.Assign, ast.AugAssign, ast.AnnAssign))
+        else (event.stmt.iter if isinstance(event.stmt, (ast.For, ast.AsyncFor)) else None)
     )
 
 
@@ -160,6 +162,12 @@ def retains(call: ast.Call) -> bool:
 def says(value: ast.expr | None, constant: object) -> bool:
     """Whether an argument is written as this constant."""
     return isinstance(value, ast.Constant) and value.value is constant
+
+
+def line_of(event: Event) -> int:
+    """The line an event stands on."""
+    line: int = event.node.lineno  # type: ignore[attr-defined]
+    return line
 
 
 def quote(node: ast.AST, longest: int = 40) -> str:

@@ -82,11 +82,7 @@ def parse_text(text: str, name: str) -> Source | None:
 def _read_notebook(text: str, name: str) -> Source | None:
     try:
         cells = json.loads(text)["cells"]
-        codes = [
-            (number, "".join(cell["source"]))
-            for number, cell in enumerate(cells, start=1)
-            if cell["cell_type"] == "code"
-        ]
+        codes = [(number, "".join(cell["source"])) for number, cell in enumerate(cells, start=1) if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"it is no notebook of format 4 ({type(error).__name__}: {error})") from error
     joined: list[str] = []
@@ -98,7 +94,9 @@ def _read_notebook(text: str, name: str) -> Source | None:
             ast.parse(code)
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None) or 1
-            broken.append(f"{name}:cell {number}:{line} could not be parsed ({getattr(error, 'msg', error)}); the other cells were.")
+            broken.append(
+                f"{name}:cell {number}:{line} could not be parsed ({getattr(error, 'msg', error)}); the other cells were."
+            )
             continue
         starts.append((len(joined) + 1, number))
         joined += code.split("\n")
@@ -134,5 +132,7 @@ def _find_ignored(text: str) -> tuple[tuple[int, tuple[str, ...] | None], ...]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and (match := _IGNORE.search(token.string)):
             codes = match.group(1)
-            found.append((token.start[0], None if codes is None else tuple(part.strip() for part in codes.split(",") if part.strip())))
+            found.append(
+                (token.start[0], None if codes is None else tuple(part.strip() for part in codes.split(",") if part.strip()))
+            )
     return tuple(found)

@@ -115,5 +115,7 @@ def with_graph(values: list[Value], **facts: object) -> Value:
         if value.roots:
             roots |= value.roots
         carried = carried or value.carried
-    plain = graph == NO_GRAPH and bool(values) and all(value.plain or value.kind in ("number", "none", "text") for value in values)
+    plain = (
+        graph == NO_GRAPH and bool(values) and all(value.plain or value.kind in ("number", "none", "text") for value in values)
+    )
     return Value("tensor", graph, roots=roots, carried=carried, plain=plain, **facts)  # type: ignore[arg-type]

@@ -33,15 +33,13 @@ class Walk:
         """Keeps an event, unless this is a turn that only finds out what the loop carries."""
         if not self.muted:
             events = self.function.events
-            events.append(
-                Event(kind, name, node, self.stmt, value, self.context, len(events), function=self.function, **more)
-            )
+            events.append(Event(kind, name, node, self.stmt, value, self.context, len(events), function=self.function, **more))
 
     def look_up(self, name: str) -> Value | None:
         """The value of a name or dotted attribute: here, in the functions around, in the module, in the instance's class."""
         if name in self.env:
             return self.env[name]
-        root, dot, rest = name.partition(".")
+        root, dot, _ = name.partition(".")
         scope: Function | None = self.function
         while scope is not None and root not in self.env:
             if name in scope.names:

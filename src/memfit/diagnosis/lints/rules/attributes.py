@@ -5,15 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memfit.diagnosis.lints.facts import words_of
+from memfit.diagnosis.lints.facts import words, words_of
 from memfit.diagnosis.lints.program import Class, Event, Function, Program, dotted
 from memfit.diagnosis.lints.queries import events_of, is_reset, names_in, quote, says
 from memfit.diagnosis.lints.report import Report
 from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH, Value
 
-_METRIC_WORDS = frozenset("accuracy auc auroc average curve f1 meter metric metrics precision recall roc score tracker".split())
-_METRIC_CALLS = frozenset("__call__ accumulate add add_batch forward process update".split())
-_RESULTS = frozenset("compute evaluate result results summary value".split())
+_METRIC_WORDS = words("accuracy auc auroc average curve f1 meter metric metrics precision recall roc score tracker")
+_METRIC_CALLS = words("__call__ accumulate add add_batch forward process update")
+_RESULTS = words("compute evaluate result results summary value")
 
 
 def find_growing_attributes(program: Program) -> Iterator[Report]:
@@ -66,12 +66,15 @@ def find_create_graph(program: Program) -> Iterator[Report]:
     """`loss.backward(create_graph=True)`: the gradient gets a graph that leads back to the parameter that owns it."""
     for event in events_of(program, "backward"):
         call = event.node
-        assert isinstance(call, ast.Call) and event.function is not None
+        assert isinstance(call, ast.Call)
+        assert event.function is not None
         if not any(item.arg == "create_graph" and says(item.value, True) for item in call.keywords):
             continue
         if any(_clears_gradients(other) and other.index > event.index for other in event.function.events):
             continue
-        if any(_clears_gradients(other) and set(other.context.loops) & set(event.context.loops) for other in event.function.events):
+        if any(
+            _clears_gradients(other) and set(other.context.loops) & set(event.context.loops) for other in event.function.events
+        ):
             continue
         yield Report(
             "MF106",
@@ -95,7 +98,9 @@ def find_step_outputs(program: Program) -> Iterator[Report]:
             hook = cls.find(f"{phase}_epoch_end") or cls.find(f"on_{phase.replace('training', 'train')}_epoch_end")
             if step is None or hook is None or step.cls is not cls or len(hook.parameters) < 2:
                 continue
-            read = {node.value for node in ast.walk(hook.node) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            read = {
+                node.value for node in ast.walk(hook.node) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            }
             for event in step.events:
                 if event.kind == "return" and isinstance(event.stmt, ast.Return) and isinstance(event.stmt.value, ast.Dict):
                     extra = _unread_tensors(event, event.stmt.value, read, phase)
@@ -129,8 +134,10 @@ def _is_small(value: Value) -> bool:
 def find_metric_states(program: Program) -> Iterator[Report]:
     """A metric that appends every batch to a list of its own and has no method that empties it."""
     for cls in program.classes.values():
-        lists = {name for name, value in cls.attributes.items() if value.kind == "list" and value.items == () or _is_list(value)}
-        if not lists or cls.is_module and "Metric" not in " ".join(cls.bases):
+        lists = {
+            name for name, value in cls.attributes.items() if (value.kind == "list" and value.items == ()) or _is_list(value)
+        }
+        if not lists or (cls.is_module and "Metric" not in " ".join(cls.bases)):
             continue
         named = bool(words_of(cls.name) & _METRIC_WORDS) or any("Metric" in base for base in cls.bases)
         if not named and not any(cls.find(name) for name in _RESULTS):
@@ -140,7 +147,9 @@ def find_metric_states(program: Program) -> Iterator[Report]:
             if name != "__init__":
                 emptied |= {event.name[5:] for event in method.events if is_reset(event, event.name)}
         for name in _METRIC_CALLS & set(cls.methods):
-            first = next((event for event in cls.methods[name].events if _stores_input(event, cls.methods[name], lists - emptied)), None)
+            first = next(
+                (event for event in cls.methods[name].events if _stores_input(event, cls.methods[name], lists - emptied)), None
+            )
             if first is not None:
                 yield Report(
                     "MF117",

@@ -45,7 +45,8 @@ def _is_sometimes(event: Event, loop: LoopNode) -> bool:
     """Whether an `if` inside the loop lets it run in some turns only; asking for a device is no such thing."""
     for arm, _ in event.context.arms:
         if isinstance(arm, ast.If) and loop.lineno < arm.lineno <= (loop.end_lineno or 0):
-            if "is_available" not in ast.unparse(arm.test) and "device" not in ast.unparse(arm.test):
+            test = ast.unparse(arm.test)
+            if "is_available" not in test and "device" not in test:
                 return True
     return False
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memfit.diagnosis.lints.facts import BATCH_NORMS, DROPOUTS
+from memfit.diagnosis.lints.facts import BATCH_NORMS, DROPOUTS, words
 from memfit.diagnosis.lints.program import Class, Event, Function, Program, dotted
 from memfit.diagnosis.lints.queries import events_of, quote, says
 from memfit.diagnosis.lints.report import Report
 from memfit.diagnosis.lints.values import Value
 
-_OWN_KEYWORDS = frozenset("use_reentrant preserve_rng_state context_fn determinism_check debug early_stop".split())
+_OWN_KEYWORDS = words("use_reentrant preserve_rng_state context_fn determinism_check debug early_stop")
 
 
 def checkpoints(program: Program, name: str = "checkpoint") -> Iterator[tuple[Event, ast.Call]]:
@@ -150,9 +150,7 @@ def find_unrepeatable(program: Program) -> Iterator[Report]:
 
 
 def _switch(forward: Function) -> str:
-    changed = {
-        event.name for event in forward.events if event.kind in ("bind", "augment") and event.name.startswith("self.")
-    }
+    changed = {event.name for event in forward.events if event.kind in ("bind", "augment") and event.name.startswith("self.")}
     for part in ast.walk(forward.node):
         if isinstance(part, (ast.If, ast.IfExp, ast.While)):
             read = {dotted(inner) for inner in ast.walk(part.test) if isinstance(inner, ast.Attribute)} & changed

@@ -121,7 +121,8 @@ def find_means_of_means(program: Program) -> Iterator[Report]:
 
 def _is_divided(event: Event, loop: LoopNode) -> bool:
     """`(loss / n).backward()`, or `loss = loss / n` before it in the loop, with one optimizer step for several backward passes."""
-    assert event.function is not None and isinstance(event.node, ast.Call)
+    assert event.function is not None
+    assert isinstance(event.node, ast.Call)
     operand = event.node.func.value if isinstance(event.node.func, ast.Attribute) else event.node
     names = names_in(operand)
     divided = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div) for part in ast.walk(operand))
@@ -176,12 +177,15 @@ def _why_unequal(event: Event, loop: LoopNode) -> str:
             return "ignore_index leaves out a different number of tokens in each"
     assert event.function is not None
     if isinstance(loop, ast.For):
-        source = next((other.value for other in event.function.events if other.kind == "read" and other.node is loop.iter), Value())
+        source = next(
+            (other.value for other in event.function.events if other.kind == "read" and other.node is loop.iter), Value()
+        )
         if isinstance(source.made_by, ast.ListComp):
             sizes = source.made_by.generators[0].iter
-            if isinstance(sizes, (ast.Tuple, ast.List)) and len({ast.unparse(size) for size in sizes.elts}) > 1:
-                if all(isinstance(size, ast.Constant) and isinstance(size.value, int) for size in sizes.elts):
-                    return f"they have {ast.unparse(sizes)} rows"
+            written = sizes.elts if isinstance(sizes, (ast.Tuple, ast.List)) else []
+            numbers = {size.value for size in written if isinstance(size, ast.Constant) and isinstance(size.value, int)}
+            if len(numbers) > 1:
+                return f"they have {ast.unparse(sizes)} rows"
     return ""
 
 
@@ -207,7 +211,9 @@ def find_split_batch_norms(program: Program) -> Iterator[Report]:
 
 def _is_split(loop: ast.For) -> bool:
     return any(
-        isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in ("chunk", "split", "tensor_split")
+        isinstance(part, ast.Call)
+        and isinstance(part.func, ast.Attribute)
+        and part.func.attr in ("chunk", "split", "tensor_split")
         for part in ast.walk(loop.iter)
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memfit.diagnosis.lints.facts import CROSS_ENTROPIES, CUTS, SAVE_OUTPUT
+from memfit.diagnosis.lints.facts import CROSS_ENTROPIES, CUTS, SAVE_OUTPUT, words
 from memfit.diagnosis.lints.program import Event, Function, Program, dotted
 from memfit.diagnosis.lints.queries import (
     evaluates,
@@ -22,8 +22,8 @@ from memfit.diagnosis.lints.queries import (
 from memfit.diagnosis.lints.report import Mend, Report
 from memfit.diagnosis.lints.values import GRAPH
 
-_LOOKS_AT_NAMES = frozenset("locals globals vars eval exec dir".split())
-_WRAPPERS = frozenset("contiguous double flatten float log_softmax permute reshape squeeze to transpose type view unsqueeze".split())
+_LOOKS_AT_NAMES = words("locals globals vars eval exec dir")
+_WRAPPERS = words("contiguous double flatten float log_softmax permute reshape squeeze to transpose type view unsqueeze")
 
 
 def find_dead_logits(program: Program) -> Iterator[Report]:
@@ -97,7 +97,9 @@ def _is_dead_after(name: str, event: Event) -> bool:
         return False
     if any(other.index > last for other in mine if other.kind != "bind") or not _is_first_bound(name, event, mine):
         return False
-    if any(other.value.origin is made.origin and made.origin is not None for other in function.events if _is_alias(other, name)):
+    if any(
+        other.value.origin is made.origin and made.origin is not None for other in function.events if _is_alias(other, name)
+    ):
         return False
     if any(_keeps(other, made.graph) for other in mine if other.kind == "read" and other.stmt is not event.stmt):
         return False
@@ -128,7 +130,9 @@ def _is_alias(event: Event, name: str) -> bool:
 def _keeps(event: Event, graph: int) -> bool:
     """Whether a statement that reads the tensor makes something with a graph of it, which may save it."""
     assert event.function is not None
-    results = [other for other in event.function.events if other.stmt is event.stmt and other.kind in ("bind", "augment", "store")]
+    results = [
+        other for other in event.function.events if other.stmt is event.stmt and other.kind in ("bind", "augment", "store")
+    ]
     return any(other.value.graph for other in results) or isinstance(event.stmt, ast.Return)
 
 
@@ -139,9 +143,9 @@ def _is_watched(name: str, function: Function) -> bool:
             return True
         if isinstance(part, (ast.Global, ast.Nonlocal)) and name in part.names:
             return True
-        if part is not function.node and isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
-            if any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(part)):
-                return True
+        inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+        if part is not function.node and isinstance(part, inner) and name in names_in(part):
+            return True
     return False
 
 
@@ -196,9 +200,9 @@ def _is_used_on(event: Event) -> bool:
             if survives(other, other.name, loop):
                 return True
             names.add(other.name)
-        elif other.kind in ("store", "return") and other.value.graph:
-            return True
-        elif other.kind == "call" and other.base.kind in ("unknown", "object") and any(arg.graph for arg in other.args):
+        elif (other.kind in ("store", "return") and other.value.graph) or (
+            other.kind == "call" and other.base.kind in ("unknown", "object") and any(arg.graph for arg in other.args)
+        ):
             return True
     return False
 
@@ -207,7 +211,8 @@ def find_unread_attention_weights(program: Program) -> Iterator[Report]:
     """`out, _ = attention(q, k, v)`: need_weights is on by default and builds (batch, length, length) for nobody."""
     for event in events_of(program, "call"):
         call = event.node
-        assert isinstance(call, ast.Call) and event.function is not None
+        assert isinstance(call, ast.Call)
+        assert event.function is not None
         if not event.base.op.endswith(".MultiheadAttention") or any(item.arg == "need_weights" for item in call.keywords):
             continue
         if len(call.args) >= 5:  # need_weights by position
@@ -242,8 +247,10 @@ def _drops_second(event: Event, call: ast.Call) -> bool:
 def find_full_scores(program: Program) -> Iterator[Report]:
     """softmax(q @ k.T) @ v written out: the scores, their softmax and its dropout are saved, each length x length."""
     for function in program.functions:
-        if "eager" in function.name or isinstance(function.node, ast.Module) or not any(
-            event.name.endswith("softmax") for event in function.events if event.kind == "call"
+        if (
+            "eager" in function.name
+            or isinstance(function.node, ast.Module)
+            or not any(event.name.endswith("softmax") for event in function.events if event.kind == "call")
         ):
             continue
         text = ast.unparse(function.node)
@@ -261,11 +268,16 @@ def _scores_of(function: Function) -> Iterator[Report]:
         if not isinstance(value, ast.expr) or event.kind not in ("bind", "return"):
             continue
         names = names_in(value)
-        softmax = next((call for call in ast.walk(value) if isinstance(call, ast.Call) and _last(call).endswith("softmax")), None)
+        softmax = next(
+            (call for call in ast.walk(value) if isinstance(call, ast.Call) and _last(call).endswith("softmax")), None
+        )
         if softmax is not None:
-            source = softmax.func.value if isinstance(softmax.func, ast.Attribute) and not softmax.args[:1] or (
-                isinstance(softmax.func, ast.Attribute) and dotted(softmax.func) and _is_number_first(softmax)
-            ) else (softmax.args[0] if softmax.args else softmax)
+            source = (
+                softmax.func.value
+                if (isinstance(softmax.func, ast.Attribute) and not softmax.args[:1])
+                or (isinstance(softmax.func, ast.Attribute) and dotted(softmax.func) and _is_number_first(softmax))
+                else (softmax.args[0] if softmax.args else softmax)
+            )
             if isinstance(softmax.func, ast.Attribute) and _is_number_first(softmax):
                 source = softmax.func.value
             if _is_query_key(source) or names_in(source) & scores:
@@ -331,8 +343,10 @@ def _is_query_key(node: ast.AST) -> bool:
 
 
 def _multiplies(node: ast.AST, softmax: ast.Call) -> bool:
-    return _is_matmul(node) and any(inner is softmax for inner in ast.walk(node)) and not any(
-        inner is node for inner in ast.walk(softmax)
+    return (
+        _is_matmul(node)
+        and any(inner is softmax for inner in ast.walk(node))
+        and not any(inner is node for inner in ast.walk(softmax))
     )
 
 

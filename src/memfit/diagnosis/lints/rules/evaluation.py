@@ -5,15 +5,25 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from memfit.diagnosis.lints.facts import words
 from memfit.diagnosis.lints.program import Event, Function, LoopNode, Program, dotted
-from memfit.diagnosis.lints.queries import evaluates, events_of, inside, is_eval_call, is_named_evaluation, names_in, quote, survives
+from memfit.diagnosis.lints.queries import (
+    evaluates,
+    events_of,
+    inside,
+    is_eval_call,
+    is_named_evaluation,
+    names_in,
+    quote,
+    survives,
+)
 from memfit.diagnosis.lints.report import Mend, Report
 from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH
 
-_CATS = frozenset("cat concat concatenate hstack vstack stack".split())
-_REDUCTIONS = frozenset("all any amax amin argmax argmin count_nonzero max mean min std sum topk var".split())
-_FAST_PATHS = frozenset("MultiheadAttention Transformer TransformerEncoder TransformerEncoderLayer".split())
-_WANT_GRADIENTS = frozenset("torch.autograd.grad torch.autograd.functional.jacobian torch.func.grad".split())
+_CATS = words("cat concat concatenate hstack vstack")
+_REDUCTIONS = words("all any amax amin argmax argmin count_nonzero max mean min std sum topk var")
+_FAST_PATHS = words("MultiheadAttention Transformer TransformerEncoder TransformerEncoderLayer")
+_WANT_GRADIENTS = words("torch.autograd.grad torch.autograd.functional.jacobian torch.func.grad")
 
 
 def find_graphs_in_evaluation(program: Program) -> Iterator[Report]:
@@ -44,15 +54,18 @@ def find_graphs_in_evaluation(program: Program) -> Iterator[Report]:
 
 
 def _builds_graph(event: Event) -> bool:
-    return event.base.kind == "module" and event.value.graph == GRAPH and event.context.grad is True and (
-        event.node in event.value.roots or event.value.kind == "list"
+    return (
+        event.base.kind == "module"
+        and event.value.graph == GRAPH
+        and event.context.grad is True
+        and (event.node in event.value.roots or event.value.kind == "list")
     )
 
 
 def _wants_gradients(function: Function) -> bool:
     return any(
-        event.kind == "call" and (event.name in _WANT_GRADIENTS or event.name.endswith(("requires_grad_", "retain_grad")))
-        or event.kind == "bind" and event.name.endswith(".requires_grad")
+        (event.kind == "call" and (event.name in _WANT_GRADIENTS or event.name.endswith(("requires_grad_", "retain_grad"))))
+        or (event.kind == "bind" and event.name.endswith(".requires_grad"))
         for event in function.events
     )
 
@@ -69,14 +82,20 @@ def _wrap(event: Event, function: Function, program: Program) -> Mend | None:
     if not loops or torch is None or function.result is None or function.result.graph != NO_GRAPH:
         return None
     loop = loops[0]
-    if any(isinstance(part, (ast.Yield, ast.YieldFrom, ast.Await)) for part in ast.walk(loop)) or isinstance(loop, ast.AsyncFor):
+    if any(isinstance(part, (ast.Yield, ast.YieldFrom, ast.Await)) for part in ast.walk(loop)) or isinstance(
+        loop, ast.AsyncFor
+    ):
         return None
     if event.base.parts & _FAST_PATHS:  # without gradients they take a fused path: equal to rounding only
         return None
     for other in function.events:
-        if inside(other, loop) and other.value.graph and (
-            other.kind == "store" and (other.name.startswith("self.") or other.name in function.parameters)
-            or other.kind == "bind" and "." in other.name
+        if (
+            inside(other, loop)
+            and other.value.graph
+            and (
+                (other.kind == "store" and (other.name.startswith("self.") or other.name in function.parameters))
+                or (other.kind == "bind" and "." in other.name)
+            )
         ):
             return None
     return Mend("wrap", loop, f"{torch}.no_grad()")
@@ -89,8 +108,8 @@ def find_kept_outputs(program: Program) -> Iterator[Report]:
             continue
         value = getattr(event.stmt, "value", None)
         loop = event.context.loops[-1]
-        cat = next((call for call in ast.walk(value) if _is_cat(call)), None) if isinstance(value, ast.expr) else None
-        if cat is None or event.name not in names_in(cat.args[0] if cat.args else None):
+        cat = _cat_in(value)
+        if cat is None or event.name not in names_in(cat.args[0]):
             continue
         if survives(event, event.name, loop) and _adds_output(cat, event) and not _feeds_back(event, loop):
             yield Report(
@@ -114,7 +133,9 @@ def find_kept_outputs(program: Program) -> Iterator[Report]:
 def _adds_output(cat: ast.Call, event: Event) -> bool:
     """Whether what is joined on is a floating-point output, and neither an argmax nor the list itself once more."""
     assert event.function is not None
-    joined = next((other.args[0] for other in event.function.events if other.node is cat and other.kind == "call" and other.args), None)
+    joined = next(
+        (other.args[0] for other in event.function.events if other.node is cat and other.kind == "call" and other.args), None
+    )
     parts = joined.items or () if joined is not None else ()
     outputs = {other.node for other in event.function.events if other.kind == "call" and other.base.kind == "module"}
     return any(part.origin in outputs and part.op != "cut" for part in parts[1:])
@@ -134,8 +155,11 @@ def _evaluating(event: Event) -> bool:
     return event.context.grad is False or evaluates(event.function)
 
 
-def _is_cat(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CATS - {"stack"}
+def _cat_in(value: ast.AST | None) -> ast.Call | None:
+    for node in ast.walk(value) if value is not None else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CATS and node.args:
+            return node
+    return None
 
 
 def _is_output(event: Event) -> bool:
@@ -156,7 +180,10 @@ def _is_only_reduced(event: Event, loop: LoopNode) -> bool:
     readers = [
         node
         for node in ast.walk(function.node)
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) and node.lineno > (loop.end_lineno or 0)
+        if isinstance(node, ast.Name)
+        and node.id == name
+        and isinstance(node.ctx, ast.Load)
+        and node.lineno > (loop.end_lineno or 0)
     ]
     return bool(readers) and all(_is_reduced(node, parents, function) for node in readers)
 
@@ -166,15 +193,18 @@ def _is_reduced(node: ast.AST, parents: dict[ast.AST, ast.AST], function: Functi
     while parent is not None and not isinstance(parent, ast.stmt):
         if isinstance(parent, ast.Attribute) and parent.attr in _REDUCTIONS:
             return True
-        if isinstance(parent, ast.Call) and parent.args and isinstance(parent.func, ast.Attribute):
-            if parent.func.attr in _REDUCTIONS and any(node is part for part in ast.walk(parent.args[0])):
-                return True
+        function_of = parent.func if isinstance(parent, ast.Call) and parent.args else None  # torch.mean(joined)
+        if isinstance(function_of, ast.Attribute) and function_of.attr in _REDUCTIONS:
+            return True
         parent = parents.get(parent)
     if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and (name := dotted(parent.targets[0])):
         later = [
             other
             for other in ast.walk(function.node)
-            if isinstance(other, ast.Name) and other.id == name and isinstance(other.ctx, ast.Load) and other.lineno > parent.lineno
+            if isinstance(other, ast.Name)
+            and other.id == name
+            and isinstance(other.ctx, ast.Load)
+            and other.lineno > parent.lineno
         ]
         return bool(later) and all(_is_reduced(other, parents, function) for other in later)
     return False

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memfit.diagnosis.lints.facts import words_of
+from memfit.diagnosis.lints.facts import words, words_of
 from memfit.diagnosis.lints.program import Event, Function, LoopNode, Program, dotted
-from memfit.diagnosis.lints.queries import events_of, inside, names_in, quote, retains, says, trains
+from memfit.diagnosis.lints.queries import events_of, inside, line_of, names_in, quote, retains, says, trains
 from memfit.diagnosis.lints.report import Mend, Report
 from memfit.diagnosis.lints.values import GRAPH
 
 _SMALL_BYTES = 64 * 1024  # gradients of a model that is visibly smaller are not worth a word
-_CRITIC_WORDS = frozenset("adversary critic d dis disc discriminator netd".split())
+_CRITIC_WORDS = words("adversary critic d dis disc discriminator netd")
 
 
 def find_late_zero_grad(program: Program) -> Iterator[Report]:
@@ -73,7 +73,9 @@ def _move(forward: Event, zero: Event, loop: LoopNode, function: Function) -> Me
     if block is None or not isinstance(zero.stmt, ast.Expr):
         return None
     between = block[block.index(forward.stmt) : block.index(zero.stmt)]
-    owner = dotted(zero.node.func.value) if isinstance(zero.node, ast.Call) and isinstance(zero.node.func, ast.Attribute) else ""
+    owner = (
+        dotted(zero.node.func.value) if isinstance(zero.node, ast.Call) and isinstance(zero.node.func, ast.Attribute) else ""
+    )
     models = {event.name for event in function.events if event.kind == "read" and event.value.kind == "module"}
     for statement in between:
         for part in ast.walk(statement):
@@ -101,7 +103,11 @@ def find_kept_zeros(program: Program) -> Iterator[Report]:
         if _is_zero_grad(event) and _keeps_zeros(event.node):
             if not _reads_gradients(event.function, event.node):
                 yield _zeros(event.node)
-        elif event.name.endswith((".grad.zero_", ".grad.data.zero_")) and event.context.loops and event.function.name != "zero_grad":
+        elif (
+            event.name.endswith((".grad.zero_", ".grad.data.zero_"))
+            and event.context.loops
+            and event.function.name != "zero_grad"
+        ):
             loop = event.context.loops[-1]
             if isinstance(loop, ast.For) and "parameters" in ast.unparse(loop.iter):
                 yield _zeros(event.node)
@@ -133,7 +139,12 @@ def find_summed_losses(program: Program) -> Iterator[Report]:
     for function in program.functions:
         sent = {name for event in function.events if event.kind == "backward" for name in names_in(event.node)}
         for event in function.events:
-            if event.kind == "bind" and event.name in sent and isinstance(event.stmt, ast.Assign) and event.context.grad is True:
+            if (
+                event.kind == "bind"
+                and event.name in sent
+                and isinstance(event.stmt, ast.Assign)
+                and event.context.grad is True
+            ):
                 terms = _terms(event.stmt.value)
                 if len(terms) >= 2 and all(_is_own_forward(term, event) for term in terms):
                     yield Report(
@@ -232,12 +243,12 @@ def find_early_steps(program: Program) -> Iterator[Report]:
             owned = [event for event in stale if event.name in step.value.owners]
             shared = [event for event in stale if any(event.node in other.value.roots for other in before)]
             keeps = any(isinstance(event.node, ast.Call) and retains(event.node) for event in before)
-            if owned and shared or (not step.value.owners and shared and keeps):
+            if (owned and shared) or (not step.value.owners and shared and keeps):
                 name = owned[0].name if owned else shared[0].name
                 yield Report(
                     "MF405",
                     step.node,
-                    f"This step writes the weights of `{name}` in place, and the backward on line {later.node.lineno} still needs "
+                    f"This step writes the weights of `{name}` in place, and the backward on line {line_of(later)} still needs "
                     "them as they were in the forward.",
                     f"Run both backward passes before the steps, or call `{name}` again after this one; retain_graph=True is then "
                     "not needed.",
@@ -253,15 +264,17 @@ def _together(event: Event, step: Event) -> bool:
 def find_foreach(program: Program) -> Iterator[Report]:
     """`AdamW(..., foreach=True)`: the step holds intermediates of all parameters at once."""
     for event in events_of(program, "call"):
-        if event.value.kind == "optimizer" and isinstance(event.node, ast.Call):
-            if any(item.arg == "foreach" and says(item.value, True) for item in event.node.keywords):
-                yield Report(
-                    "MF406",
-                    event.node,
-                    "foreach=True computes the step for all parameters at once: its intermediates take another set of the "
-                    "parameters' size at the peak of the step.",
-                    "foreach=False goes one parameter at a time; fused=True, where there is a kernel, needs no intermediates.",
-                )
+        call = event.node
+        if event.value.kind != "optimizer" or not isinstance(call, ast.Call):
+            continue
+        if any(item.arg == "foreach" and says(item.value, True) for item in call.keywords):
+            yield Report(
+                "MF406",
+                call,
+                "foreach=True computes the step for all parameters at once: its intermediates take another set of the parameters' "
+                "size at the peak of the step.",
+                "foreach=False goes one parameter at a time; fused=True, where there is a kernel, needs no intermediates.",
+            )
 
 
 __all__ = ["RULES", "inside"]

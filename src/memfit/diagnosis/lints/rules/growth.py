@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from memfit.diagnosis.lints.facts import words, words_of
 from memfit.diagnosis.lints.program import Event, LoopNode, Program, dotted
 from memfit.diagnosis.lints.queries import (
     backward_operands,
@@ -21,7 +22,9 @@ from memfit.diagnosis.lints.queries import (
 from memfit.diagnosis.lints.report import Mend, Report
 from memfit.diagnosis.lints.values import GRAPH
 
-_ONE_MORE = frozenset("append appendleft add extend insert".split())
+# Calls that look at a value and do not compute on with it.
+_SHOW = words("add debug float format info int len log print report round scalar set show str write writer")
+_ONE_MORE = words("append appendleft add extend insert")
 
 
 def find_sums(program: Program) -> Iterator[Report]:
@@ -109,6 +112,10 @@ def _escapes(name: str, event: Event) -> bool:
             value = getattr(other.stmt, "value", None)
             if name in names_in(value) and other.value.graph:
                 return True
+        elif other.kind == "call" and isinstance(other.node, ast.Call) and not words_of(other.name) & _SHOW:
+            given = any(name in names_in(arg) for arg in other.node.args)
+            if given and other.base.kind in ("unknown", "object", "function"):
+                return True
     return False
 
 
@@ -146,7 +153,9 @@ def _is_one_more(event: Event) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute) and node.func.attr in _ONE_MORE
     if isinstance(node, ast.Subscript):
-        turning = {name for loop in event.context.loops if isinstance(loop, (ast.For, ast.AsyncFor)) for name in names_in(loop.target)}
+        turning = {
+            name for loop in event.context.loops if isinstance(loop, (ast.For, ast.AsyncFor)) for name in names_in(loop.target)
+        }
         return bool(names_in(node.slice) & turning)
     return isinstance(node, ast.AugAssign)
 

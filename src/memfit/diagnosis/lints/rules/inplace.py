@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 
 from memfit.diagnosis.lints.facts import CONVOLUTIONS, CUTS, INPLACE_FLAG, INPLACE_SAVES_LESS, NORMS, SAVE_OUTPUT
 from memfit.diagnosis.lints.program import Event, Function, Program, dotted
@@ -88,7 +89,7 @@ def _reader(event: Event, written: Value, function: Function) -> int:
         same = other.stmt is event.stmt
         if other.kind != "read" or (other.index < event.index and not same) or (same and not _is_outside(other, event)):
             continue
-        if other.value is not written and other.value != written or other.value.origin is not written.origin:
+        if (other.value is not written and other.value != written) or other.value.origin is not written.origin:
             continue
         if any(arms.get(stmt, arm) != arm for stmt, arm in other.context.arms) or _is_only_looked_at(other):
             continue
@@ -135,7 +136,7 @@ def find_missed_inplace(program: Program) -> Iterator[Report]:
             sequence = node.args
         else:
             continue
-        for before, after in zip(sequence, sequence[1:], strict=False):
+        for before, after in pairwise(sequence):
             if _layer(before, program) in NORMS | CONVOLUTIONS and _layer(after, program) in INPLACE_SAVES_LESS:
                 assert isinstance(after, ast.Call)
                 if _is_out_of_place(after):
@@ -158,7 +159,9 @@ def _layer(node: ast.expr, program: Program) -> str:
 def _is_out_of_place(call: ast.Call) -> bool:
     given = next((item.value for item in call.keywords if item.arg == "inplace"), None)
     slope = call.args[0] if call.args else next((item.value for item in call.keywords if item.arg == "negative_slope"), None)
-    if slope is not None and not (isinstance(slope, ast.Constant) and isinstance(slope.value, (int, float)) and slope.value >= 0):
+    if slope is not None and not (
+        isinstance(slope, ast.Constant) and isinstance(slope.value, (int, float)) and slope.value >= 0
+    ):
         return False
     return (given is None or says(given, False)) and len(call.args) < 2
 

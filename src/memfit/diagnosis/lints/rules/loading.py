@@ -17,7 +17,11 @@ def find_kept_checkpoints(program: Program) -> Iterator[Report]:
         function = event.function
         if call is None or function is None or _is_on_cpu(call) or any(item.arg == "mmap" for item in call.keywords):
             continue
-        uses = [other for other in function.events if other.kind == "read" and other.name == event.name and other.index > event.index]
+        uses = [
+            other
+            for other in function.events
+            if other.kind == "read" and other.name == event.name and other.index > event.index
+        ]
         if not any(_loads_state(other) for other in uses):
             continue
         last = uses[-1]
@@ -70,15 +74,20 @@ def _loads_state(read: Event) -> bool:
 
 
 def _delete(event: Event, last: Event, function: Function) -> Mend | None:
-    if event.context.loops or last.context.loops or last.context.arms != event.context.arms or isinstance(function.node, ast.Module):
+    if (
+        event.context.loops
+        or last.context.loops
+        or last.context.arms != event.context.arms
+        or isinstance(function.node, ast.Module)
+    ):
         return None
     watched = {"locals", "globals", "vars", "eval", "exec"}
     for part in ast.walk(function.node):
         if isinstance(part, ast.Name) and part.id in watched:
             return None
-        if part is not function.node and isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            if event.name in names_in(part):
-                return None
+        inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        if part is not function.node and isinstance(part, inner) and event.name in names_in(part):
+            return None
     return Mend("delete", last.stmt, event.name) if isinstance(last.stmt, (ast.Expr, ast.Assign)) else None
 
 
@@ -91,7 +100,7 @@ def find_loads_to_the_old_device(program: Program) -> Iterator[Report]:
         if any(item.arg in ("mmap", None) for item in call.keywords) or event.function is None:
             continue
         consumers = _consumers(event, call)
-        if consumers:
+        if consumers and not all(_is_small_state(consumer) for consumer in consumers):
             moved = any(any(item.arg == "assign" for item in consumer.keywords) for consumer in consumers)
             only = _is_only_loaded(event, call)
             yield Report(
@@ -104,6 +113,12 @@ def find_loads_to_the_old_device(program: Program) -> Iterator[Report]:
             )
 
 
+def _is_small_state(consumer: ast.Call) -> bool:
+    """A schedule's or scaler's state is a handful of numbers."""
+    owner = ast.unparse(consumer.func).lower()
+    return any(word in owner for word in ("sched", "scaler", "sampler", "meter"))
+
+
 def _consumers(event: Event, call: ast.Call) -> list[ast.Call]:
     """The load_state_dict calls that get what was loaded, directly or by name."""
     assert event.function is not None
@@ -111,7 +126,12 @@ def _consumers(event: Event, call: ast.Call) -> list[ast.Call]:
     found = []
     for other in event.function.events:
         node = other.node
-        if other.kind == "call" and isinstance(node, ast.Call) and other.name.rpartition(".")[2] == "load_state_dict" and node.args:
+        if (
+            other.kind == "call"
+            and isinstance(node, ast.Call)
+            and other.name.rpartition(".")[2] == "load_state_dict"
+            and node.args
+        ):
             given = node.args[0]
             if any(part is call for part in ast.walk(given)) or (other.index > event.index and names & names_in(given)):
                 found.append(node)
@@ -158,11 +178,15 @@ def _ties(cls: Class) -> set[str]:
     for owner in (cls, *cls.parents):
         for method in owner.methods.values():
             for event in method.events:
-                value = getattr(event.stmt, "value", None)
-                if event.kind == "bind" and event.name.startswith("self.") and event.name.count(".") >= 2:
-                    if isinstance(value, ast.Attribute) and dotted(value).startswith("self.") and dotted(value).count(".") >= 2:
-                        found.add(event.name[5:])
+                given = dotted(getattr(event.stmt, "value", event.stmt))
+                if event.kind == "bind" and _is_deep(event.name) and _is_deep(given):
+                    found.add(event.name[5:])
     return found
+
+
+def _is_deep(name: str) -> bool:
+    """`self.head.weight`: an attribute of a layer of the module."""
+    return name.startswith("self.") and name.count(".") >= 2
 
 
 __all__ = ["RULES", "says"]

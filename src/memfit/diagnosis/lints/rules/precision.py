@@ -26,14 +26,15 @@ def find_scaled_clips(program: Program) -> Iterator[Report]:
             elif event.kind == "call" and event.name.endswith(".unscale_"):
                 unscaled.append(event)
             elif event.kind == "call" and event.name.rpartition(".")[2].startswith("clip_grad") and scaled is not None:
-                if not any(set(other.context.arms) <= set(event.context.arms) for other in unscaled):
-                    yield Report(
-                        "MF601",
-                        event.node,
-                        "The gradients are still multiplied by the loss scale here (65536 at the start): the clip shrinks every "
-                        "step, and step() divides by the scale once more.",
-                        "Call scaler.unscale_(optimizer) before clipping.",
-                    )
+                if any(set(other.context.arms) <= set(event.context.arms) for other in unscaled):
+                    continue
+                yield Report(
+                    "MF601",
+                    event.node,
+                    "The gradients are still multiplied by the loss scale here (65536 at the start): the clip shrinks every step, "
+                    "and step() divides by the scale once more.",
+                    "Call scaler.unscale_(optimizer) before clipping.",
+                )
 
 
 def _is_scaled(event: Event) -> bool:
@@ -62,13 +63,20 @@ def find_half_weights(program: Program) -> Iterator[Report]:
                     yield _lost(bind.stmt, f"`{bind.name}`")
     for event in events_of(program, "call"):
         call = event.node
-        assert isinstance(call, ast.Call) and event.function is not None
+        assert isinstance(call, ast.Call)
+        assert event.function is not None
         if event.base.kind != "module" or event.value.kind != "module" or event.value.dtype != "float16" or event.base.dtype:
             continue
         name = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         target = {dotted(part) for part in getattr(event.stmt, "targets", [])}
         near = [event.function] if not name.startswith("self.") else program.functions
-        owners = {owner for function in near for other in function.events for owner in other.value.owners if other.value.kind == "optimizer"}
+        owners = {
+            owner
+            for function in near
+            for other in function.events
+            for owner in other.value.owners
+            if other.value.kind == "optimizer"
+        }
         if ({name} | target) & owners - {""} and any(function.trains for function in program.functions):
             yield _lost(call, f"`{name or min(target)}`")
 
@@ -77,8 +85,10 @@ def _is_update(event: Event, bind: Event) -> bool:
     if not event.context.loops or event.context.loops == bind.context.loops:
         return False
     if event.kind == "augment":
-        return event.name == bind.name and isinstance(event.stmt, ast.AugAssign) and isinstance(event.stmt.op, (ast.Add, ast.Sub))
-    return event.name in (f"{bind.name}.{method}" for method in ("add_", "sub_", "addcdiv_", "addcmul_", "copy_")[:4])
+        return (
+            event.name == bind.name and isinstance(event.stmt, ast.AugAssign) and isinstance(event.stmt.op, (ast.Add, ast.Sub))
+        )
+    return event.name in (f"{bind.name}.{method}" for method in ("add_", "sub_", "addcdiv_", "addcmul_"))
 
 
 def _lost(node: ast.AST, what: str) -> Report:
@@ -96,7 +106,8 @@ def find_upcast_logits(program: Program) -> Iterator[Report]:
         return
     for event in events_of(program, "call"):
         call = event.node
-        assert isinstance(call, ast.Call) and event.function is not None
+        assert isinstance(call, ast.Call)
+        assert event.function is not None
         last = event.name.rpartition(".")[2]
         if last != "cross_entropy" and event.base.op.rpartition(".")[2] not in CROSS_ENTROPIES:
             continue
@@ -105,7 +116,12 @@ def find_upcast_logits(program: Program) -> Iterator[Report]:
         upcast = _upcast_in(call.args[0])
         if upcast is None and (name := dotted(call.args[0])):
             for other in event.function.events:
-                if other.kind == "bind" and other.name == name and other.index < event.index and isinstance(other.stmt, ast.Assign):
+                if (
+                    other.kind == "bind"
+                    and other.name == name
+                    and other.index < event.index
+                    and isinstance(other.stmt, ast.Assign)
+                ):
                     upcast = _upcast_in(other.stmt.value) or upcast
         if upcast is not None:
             yield Report(
@@ -122,7 +138,9 @@ def _upcast_in(node: ast.expr) -> ast.Call | None:
         if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
             if part.func.attr == "float" and not part.args:
                 return part
-            if part.func.attr == "to" and any("float32" in ast.unparse(arg) for arg in (*part.args, *(k.value for k in part.keywords))):
+            if part.func.attr == "to" and any(
+                "float32" in ast.unparse(arg) for arg in (*part.args, *(k.value for k in part.keywords))
+            ):
                 return part
     return None
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memfit.diagnosis.lints.facts import FACTORIES
+from memfit.diagnosis.lints.facts import FACTORIES, words
 from memfit.diagnosis.lints.program import Class, Event, Function, Program, dotted
 from memfit.diagnosis.lints.queries import events_of, inside, names_in, quote, survives
 from memfit.diagnosis.lints.report import Mend, Report
 
-_HOOKS = frozenset(
+_HOOKS = words(
     "register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook "
-    "register_backward_hook".split()
+    "register_backward_hook"
 )
-_CACHES = frozenset("functools.lru_cache functools.cache functools.cached lru_cache cache".split())
+_CACHES = words("functools.lru_cache functools.cache functools.cached lru_cache cache")
 
 
 def does_tensor_work(node: ast.AST, program: Program, function: Function, depth: int = 3) -> bool:
@@ -119,13 +119,14 @@ def _hook_functions(program: Program, kind: str) -> set[Function]:
         for value in event.args[:1]:
             if isinstance(value.target, Function):
                 found.add(value.target)
-        assert isinstance(event.node, ast.Call) and event.function is not None
+        assert isinstance(event.node, ast.Call)
+        assert event.function is not None
         if event.node.args and isinstance(event.node.args[0], ast.Name) and event.args and event.args[0].target is None:
             # A parameter: every function of the file that some call passes for it.
             for given, _ in event.function.sites:
-                value = given.get(event.node.args[0].id)
-                if value is not None and isinstance(value.target, Function):
-                    found.add(value.target)
+                passed = given.get(event.node.args[0].id)
+                if passed is not None and isinstance(passed.target, Function):
+                    found.add(passed.target)
         if event.node.args and isinstance(event.node.args[0], ast.Attribute):
             method = event.node.args[0].attr
             found |= {cls.methods[method] for cls in program.classes.values() if method in cls.methods}
@@ -146,7 +147,12 @@ def find_hook_cycles(program: Program) -> Iterator[Report]:
         function = event.function
         assert function is not None
         owner = dotted(call.func.value)
-        if function.cls is None or not function.cls.is_module or function.name != "__init__" or owner.partition(".")[0] != "self":
+        if (
+            function.cls is None
+            or not function.cls.is_module
+            or function.name != "__init__"
+            or owner.partition(".")[0] != "self"
+        ):
             continue
         if not isinstance(event.stmt, ast.Expr):  # a kept handle can be removed
             continue
