@@ -8,7 +8,7 @@ from __future__ import annotations
 
 CODES = {
     "MF101": "a sum over steps keeps every step's graph and what is saved in it",
-    "MF102": "a sum over steps keeps the graph nodes of losses already backpropagated",
+    "MF102": "a sum over steps keeps the graph nodes of losses sent backward",
     "MF103": "a list over steps keeps tensors with their graphs",
     "MF104": "a state carried from step to step keeps all earlier graphs",
     "MF105": "an attribute is computed from its own last value with the graph on",

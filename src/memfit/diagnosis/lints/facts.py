@@ -112,7 +112,7 @@ def is_module_word(name: str) -> bool:
     if last.startswith(_VERBS) and last not in MODULE_WORDS:
         return False
     return last in MODULE_WORDS or last.endswith(
-        ("model", "net", "network", "generator", "discriminator", "_encoder", "_decoder")
+        ("model", "net", "network", "_encoder", "_decoder")
     )
 
 

@@ -29,7 +29,7 @@ def analyse(program: Program) -> Program:
     else:
         backward_names = dict.fromkeys(program.functions, frozenset[str]())
     known: list[object] = []
-    for _ in range(_PASSES):
+    for number in range(_PASSES):
         sites = {function: function.sites for function in program.functions}
         for function in program.functions:
             function.sites = []
@@ -39,8 +39,9 @@ def analyse(program: Program) -> Program:
             function.events = []
             _walk_function(function, program, sites[function], backward_names[function])
         found: list[object] = [(function.result, [given for given, _ in function.sites]) for function in program.functions]
-        if found == known:
-            break  # another pass would see the same
+        if program.is_last_pass:
+            break
+        program.is_last_pass = found == known or number == _PASSES - 2  # the last one keeps the events
         known = found
     return program
 

@@ -161,6 +161,7 @@ class Program:
     by_node: dict[ast.AST, Function] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
     displays: list[ast.List | ast.Tuple | ast.Call] = field(default_factory=list)
+    is_last_pass: bool = False
 
     @property
     def main(self) -> Function:
@@ -175,14 +176,15 @@ class Program:
 
 def dotted(node: ast.AST) -> str:
     """'a.b.c' of a chain of names and attributes, else ''."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    if not isinstance(node, ast.Name):
+    if isinstance(node, ast.Name):
+        return node.id
+    if not isinstance(node, ast.Attribute):
         return ""
-    parts.append(node.id)
-    return ".".join(reversed(parts))
+    known: str | None = node.__dict__.get("dotted")  # asked again in every pass
+    if known is None:
+        owner = dotted(node.value)
+        known = node.__dict__["dotted"] = f"{owner}.{node.attr}" if owner else ""
+    return known
 
 
 _CANONICAL = {"torch.functional": "torch", "torch.nn.modules": "torch.nn", "torch.cuda.amp": "torch.amp"}

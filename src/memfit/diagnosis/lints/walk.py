@@ -30,8 +30,8 @@ class Walk:
     returned: Value | None = None
 
     def record(self, kind: str, name: str, node: ast.AST, value: Value, **more: Any) -> None:
-        """Keeps an event, unless this is a turn that only finds out what the loop carries."""
-        if not self.muted:
+        """Keeps an event, unless this is a turn that only finds out what the loop carries, or a pass before the last."""
+        if not self.muted and self.program.is_last_pass:
             events = self.function.events
             events.append(Event(kind, name, node, self.stmt, value, self.context, len(events), function=self.function, **more))
 
