@@ -111,9 +111,7 @@ def is_module_word(name: str) -> bool:
     last = name.rpartition(".")[2].rstrip("0123456789").strip("_").lower()
     if last.startswith(_VERBS) and last not in MODULE_WORDS:
         return False
-    return last in MODULE_WORDS or last.endswith(
-        ("model", "net", "network", "_encoder", "_decoder")
-    )
+    return last in MODULE_WORDS or last.endswith(("model", "net", "network", "_encoder", "_decoder"))
 
 
 def is_loss_word(name: str) -> bool:

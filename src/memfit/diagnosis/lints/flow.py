@@ -193,7 +193,7 @@ def _loop(node: LoopNode, walk: Walk) -> None:
     outer, env = walk.context, dict(walk.env)
     item: Value | None = None
     if not isinstance(node, ast.While):
-        item = _iterated(node, evaluate(node.iter, walk))
+        item = _iterated(node, evaluate(node.iter, walk), walk)
     walk.context = replace(outer, loops=(*outer.loops, node))
     muted, walk.muted = walk.muted, True
     if not muted:  # loops inside a muted turn need no second one
@@ -221,9 +221,10 @@ def _turn(node: LoopNode, item: Value | None, walk: Walk) -> None:
     run(node.body, walk)
 
 
-def _iterated(node: ast.For | ast.AsyncFor, source: Value) -> Value:
+def _iterated(node: ast.For | ast.AsyncFor, source: Value, walk: Walk) -> Value:
     if source.kind == "parameters":
-        item = Value("tensor", NO_GRAPH, owners=source.owners, op="parameter")
+        frozen = any((owner := walk.look_up(name)) is not None and owner.frozen for name in source.owners)
+        item = Value("tensor", NO_GRAPH if frozen else GRAPH, leaf=not frozen, owners=source.owners, op="parameter")
         return Value("list", items=(UNKNOWN, item)) if isinstance(node.target, ast.Tuple) else item
     found = element_of(source)
     # What a program iterates over without computing it is data: a loader, a list of batches.

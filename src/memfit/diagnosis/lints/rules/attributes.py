@@ -42,6 +42,22 @@ def find_growing_attributes(program: Program) -> Iterator[Report]:
         )
 
 
+def find_growing_entries(program: Program) -> Iterator[Report]:
+    """`self.shadow[name] = 0.99 * self.shadow[name] + 0.01 * p`: an average of parameters that are not detached."""
+    for event in events_of(program, "store"):
+        value = getattr(event.stmt, "value", None)
+        if event.value.graph < GRAPH or event.context.grad is False or not isinstance(event.node, ast.Subscript):
+            continue
+        if event.name.startswith("self.") and event.name in names_in(value) and isinstance(event.stmt, ast.Assign):
+            yield Report(
+                "MF105",
+                event.stmt,
+                f"Each entry of `{event.name}` is computed from its own last value with the graph on: it keeps the graph of every "
+                "update so far.",
+                "Update it under torch.no_grad() or from detached tensors.",
+            )
+
+
 def _is_reset_elsewhere(event: Event, cls: Class, program: Program) -> bool:
     """Whether the attribute starts anew each time: before this line in the method, in another method, or from outside."""
     attribute = event.name.partition(".")[2]
@@ -178,4 +194,4 @@ def _stores_input(event: Event, method: Function, lists: set[str]) -> bool:
 
 
 __all__ = ["RULES", "quote"]
-RULES = (find_growing_attributes, find_create_graph, find_step_outputs, find_metric_states)
+RULES = (find_growing_attributes, find_growing_entries, find_create_graph, find_step_outputs, find_metric_states)

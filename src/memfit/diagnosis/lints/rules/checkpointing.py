@@ -147,6 +147,13 @@ def find_unrepeatable(program: Program) -> Iterator[Report]:
                     "tensors.",
                     f"Leave {cls.name} out of the checkpoint, or make its forward depend on its inputs alone.",
                 )
+            elif forward is not None and (kept := _side_effect(forward)):
+                yield Report(
+                    "MF515",
+                    call,
+                    f"{cls.name}.forward changes `{kept}`, and inside a checkpoint forward runs twice a step: it is changed twice.",
+                    f"Leave {cls.name} out of the checkpoint, or keep `{kept}` outside of forward.",
+                )
 
 
 def _switch(forward: Function) -> str:
@@ -157,6 +164,11 @@ def _switch(forward: Function) -> str:
             if read:
                 return min(read)
     return ""
+
+
+def _side_effect(forward: Function) -> str:
+    """An attribute that every forward adds to, a counter. (A list of notes about each run is meant to see both.)"""
+    return next((event.name for event in forward.events if event.name.startswith("self.") and event.kind == "augment"), "")
 
 
 def find_reentrant_under_ddp(program: Program) -> Iterator[Report]:

@@ -218,7 +218,48 @@ def _is_split(loop: ast.For) -> bool:
     )
 
 
+def find_cycles_over_loaders(program: Program) -> Iterator[Report]:
+    """`itertools.cycle(loader)` keeps a copy of every batch of the first round."""
+    for event in events_of(program, "call"):
+        call = event.node
+        if event.name not in ("itertools.cycle", "cycle") or not isinstance(call, ast.Call) or not call.args:
+            continue
+        name = dotted(call.args[0]).lower()
+        if event.args[0].kind == "loader" or "loader" in name:
+            yield Report(
+                "MF118",
+                call,
+                "itertools.cycle keeps every batch of the first round to play it again: the whole data set stays in memory, and no "
+                "later round is shuffled.",
+                "Write the loop out: `while True: for batch in loader: yield batch`.",
+            )
+
+
+def find_filling_datasets(program: Program) -> Iterator[Report]:
+    """A dataset that keeps every sample it made: each worker process fills a cache of its own."""
+    for cls in program.classes.values():
+        getitem = cls.methods.get("__getitem__")
+        if getitem is None or not any("Dataset" in base for base in cls.foreign_bases()):
+            continue
+        for event in getitem.events:
+            if event.kind != "store" or not event.name.startswith("self.") or event.value.kind in ("number", "text"):
+                continue
+            if isinstance(event.node, ast.Call) and event.node.func.attr not in ("append", "setdefault"):  # type: ignore[attr-defined]
+                continue
+            removed = any(other.kind in ("empty", "delete") and other.name == event.name for other in getitem.events)
+            if not removed:
+                yield Report(
+                    "MF914",
+                    event.node,
+                    f"`{event.name}` keeps every sample that __getitem__ made: each worker process fills a cache of its own, and loses "
+                    "it at the end of the epoch.",
+                    "Fill the cache before the workers start and share it (a tensor, a memory map), or bound it.",
+                )
+
+
 RULES = (
+    find_cycles_over_loaders,
+    find_filling_datasets,
     find_loaders_in_loops,
     find_python_lists,
     find_data_parallel,

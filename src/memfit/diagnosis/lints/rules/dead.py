@@ -244,6 +244,43 @@ def _drops_second(event: Event, call: ast.Call) -> bool:
     return False
 
 
+def find_unread_extras(program: Program) -> Iterator[Report]:
+    """`model(x, output_hidden_states=True)` whose `.hidden_states` nobody reads: every layer's output is kept for nothing."""
+    for event in events_of(program, "call"):
+        call, function = event.node, event.function
+        assert isinstance(call, ast.Call)
+        if function is None or event.base.kind not in ("module", "unknown") or not isinstance(event.stmt, ast.Assign):
+            continue
+        name = dotted(event.stmt.targets[0])
+        if event.stmt.value is not call or not name or "." in name:
+            continue
+        for asked, field in _EXTRAS.items():
+            if any(item.arg == asked and says(item.value, True) for item in call.keywords) and _reads_only_fields(
+                name, field, function
+            ):
+                yield Report(
+                    "MF213",
+                    call,
+                    f"{asked}=True makes the model keep every layer's, and nobody reads `{name}.{field}`.",
+                    f"Leave {asked} out.",
+                )
+
+
+_EXTRAS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
+
+
+def _reads_only_fields(name: str, field: str, function: Function) -> bool:
+    """Whether the whole is read only through `.loss`, `.logits` and other fields than this one, and there is such a reader."""
+    fields = {part.attr for part in ast.walk(function.node) if isinstance(part, ast.Attribute) and dotted(part.value) == name}
+    whole = [
+        part
+        for part in ast.walk(function.node)
+        if isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Load)
+    ]
+    through = [part for part in ast.walk(function.node) if isinstance(part, ast.Attribute) and dotted(part.value) == name]
+    return bool(fields) and field not in fields and len(whole) == len(through)
+
+
 def find_full_scores(program: Program) -> Iterator[Report]:
     """softmax(q @ k.T) @ v written out: the scores, their softmax and its dropout are saved, each length x length."""
     for function in program.functions:
@@ -371,5 +408,6 @@ RULES = (
     find_dead_outputs,
     find_previous_graphs,
     find_unread_attention_weights,
+    find_unread_extras,
     find_full_scores,
 )

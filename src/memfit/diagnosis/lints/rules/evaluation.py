@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memfit.diagnosis.lints.facts import words
+from memfit.diagnosis.lints.facts import words, words_of
 from memfit.diagnosis.lints.program import Event, Function, LoopNode, Program, dotted
 from memfit.diagnosis.lints.queries import (
     evaluates,
@@ -15,6 +15,7 @@ from memfit.diagnosis.lints.queries import (
     is_named_evaluation,
     names_in,
     quote,
+    says,
     survives,
 )
 from memfit.diagnosis.lints.report import Mend, Report
@@ -23,6 +24,7 @@ from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH
 _CATS = words("cat concat concatenate hstack vstack")
 _REDUCTIONS = words("all any amax amin argmax argmin count_nonzero max mean min std sum topk var")
 _FAST_PATHS = words("MultiheadAttention Transformer TransformerEncoder TransformerEncoderLayer")
+_TEACHERS = words("teacher")
 _WANT_GRADIENTS = words("torch.autograd.grad torch.autograd.functional.jacobian torch.func.grad")
 
 
@@ -210,4 +212,44 @@ def _is_reduced(node: ast.AST, parents: dict[ast.AST, ast.AST], function: Functi
     return False
 
 
-RULES = (find_graphs_in_evaluation, find_kept_outputs)
+def find_attached_teachers(program: Program) -> Iterator[Report]:
+    """A teacher that is never trained runs with gradients on inside the training loop."""
+    frozen = {owner for function in program.functions for event in function.events for owner in _frozen_by(event)}
+    for function in program.functions:
+        if not function.trains:
+            continue
+        trained = {owner for other in function.events for owner in other.value.owners if other.value.kind == "optimizer"}
+        in_eval = {other.name.rpartition(".")[0] for other in function.events if other.kind == "call" and is_eval_call(other)}
+        for event in function.events:
+            if event.kind != "call" or not event.context.loops or not _builds_graph(event) or event.name in frozen | trained:
+                continue
+            taught = bool(words_of(event.name) & _TEACHERS)
+            if (taught or (event.name in in_eval and trained)) and event.value.kind == "tensor" and _gets_data(event):
+                yield Report(
+                    "MF303",
+                    event.node,
+                    f"`{event.name}` is not trained here, but {quote(event.node)} builds its graph in every step, and the backward of "
+                    "the loss goes through it.",
+                    "Call it under torch.no_grad().",
+                )
+                break
+
+
+def _frozen_by(event: Event) -> frozenset[str]:
+    """The modules whose parameters the event freezes."""
+    call = event.node
+    if event.kind == "call" and event.name.endswith(".requires_grad_") and isinstance(call, ast.Call):
+        off = bool(call.args) and says(call.args[0], False)
+        return event.base.owners | {event.name.rpartition(".")[0]} if off else frozenset()
+    if event.kind == "bind" and event.name.endswith(".requires_grad") and event.function is not None:
+        owner = event.name.rpartition(".")[0]
+        return frozenset().union(*(other.value.owners for other in event.function.events if other.name == owner))
+    return frozenset()
+
+
+def _gets_data(event: Event) -> bool:
+    """Whether what goes in has no graph: through a critic that is held still, the gradient may have to pass."""
+    return all(arg.graph == NO_GRAPH for arg in event.args)
+
+
+RULES = (find_graphs_in_evaluation, find_kept_outputs, find_attached_teachers)

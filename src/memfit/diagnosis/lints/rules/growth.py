@@ -18,6 +18,7 @@ from memfit.diagnosis.lints.queries import (
     names_sent_backward,
     quote,
     retains,
+    says,
 )
 from memfit.diagnosis.lints.report import Mend, Report
 from memfit.diagnosis.lints.values import GRAPH
@@ -122,7 +123,7 @@ def _escapes(name: str, event: Event) -> bool:
 def find_lists(program: Program) -> Iterator[Report]:
     """`losses.append(loss)`, `history[step] = loss`, where the tensor has its graph and the list lives longer than the step."""
     for event in events_of(program, "store"):
-        if event.value.graph < GRAPH or not event.context.loops or not _is_one_more(event):
+        if event.value.graph < GRAPH or event.value.leaf or not event.context.loops or not _is_one_more(event):
             continue
         assert event.function is not None
         loop = growing_loop(event, event.name)
@@ -205,4 +206,44 @@ def inside_with_carried(event: Event, loop: LoopNode) -> bool:
     return loop in event.context.loops and event.value.carried
 
 
-RULES = (find_sums, find_lists, find_carried_states)
+def find_needless_retains(program: Program) -> Iterator[Report]:
+    """`loss.backward(retain_graph=True)` where no second backward comes: nothing saved is freed until the name is let go."""
+    for function in program.functions:
+        backwards = [event for event in function.events if event.kind == "backward"]
+        for event in backwards:
+            call = event.node
+            if event.value.carried or not event.context.loops or not isinstance(call, ast.Call) or event.value.graph < GRAPH:
+                continue
+            if (
+                not any(item.arg == "retain_graph" and says(item.value, True) for item in call.keywords)
+                or not event.value.roots
+            ):
+                continue
+            if any(item.arg == "create_graph" for item in call.keywords) or _is_needed(event, backwards):
+                continue
+            yield Report(
+                "MF108",
+                call,
+                "retain_graph=True keeps everything this backward would free, and no second backward goes through the graph: it "
+                "stays until the loss is overwritten, which is after the next forward.",
+                "Drop retain_graph=True.",
+            )
+
+
+def _is_needed(event: Event, backwards: list[Event]) -> bool:
+    """Whether another backward, or a gradient asked for, goes through the same calls."""
+    assert event.function is not None
+    if any(other is not event and other.value.roots & event.value.roots for other in backwards):
+        return True
+    for other in event.function.events:
+        if other.kind == "call" and other.name.endswith("autograd.grad") and other.index > event.index:
+            return True
+        if other.kind in ("store", "return") and other.value.roots & event.value.roots and other.value.graph:
+            return True  # somebody else may go through it
+    inner = event.context.loops[-1]
+    assert event.function is not None
+    made = {other.node for other in event.function.events if other.kind == "call" and inner in other.context.loops}
+    return not event.value.roots & made  # one graph, gone through in every turn
+
+
+RULES = (find_sums, find_lists, find_carried_states, find_needless_retains)

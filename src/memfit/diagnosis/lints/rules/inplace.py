@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from memfit.diagnosis.lints.facts import CONVOLUTIONS, CUTS, INPLACE_FLAG, INPLACE_SAVES_LESS, NORMS, SAVE_OUTPUT
 from memfit.diagnosis.lints.program import Event, Function, Program, dotted
-from memfit.diagnosis.lints.queries import events_of, quote, says
+from memfit.diagnosis.lints.queries import events_of, line_of, quote, says
 from memfit.diagnosis.lints.report import Report
 from memfit.diagnosis.lints.values import GRAPH, Value
 
@@ -25,6 +25,44 @@ def find_spoiled_outputs(program: Program) -> Iterator[Report]:
                 "operation'. The inplace flag of the layer before has nothing to do with it.",
                 "Write a new tensor (`out = out + x`), or add first and apply the activation after.",
             )
+
+
+def find_spoiled_inputs(program: Program) -> Iterator[Report]:
+    """`h = self.conv(x); x += 1`: a convolution, a Linear or a norm saves its input for backward."""
+    for function in program.functions:
+        writes = [event for event in function.events if event.kind == "write" and event.value.origin is not None]
+        for event in writes:
+            if event.context.grad is not True or event.value.leaf:
+                continue
+            for other in function.events:
+                if (
+                    other.kind == "call"
+                    and other.index < event.index
+                    and _saves_input(other, event.value)
+                    and _meets(other, event)
+                ):
+                    yield Report(
+                        "MF701",
+                        event.stmt,
+                        f"This writes into what {quote(other.node)} took as its input on line {line_of(other)} and saved for "
+                        "backward: backward raises 'modified by an inplace operation'.",
+                        "Write a new tensor instead.",
+                    )
+                    break
+
+
+def _saves_input(call: Event, value: Value) -> bool:
+    """Whether the call is of a layer that is known to save its input, with exactly this tensor going in."""
+    layer = call.base.op.rpartition(".")[2]
+    saves = call.base.kind == "module" and layer in NORMS | CONVOLUTIONS | {"Linear"} and not call.base.frozen
+    return saves and call.value.graph == GRAPH and any(arg.origin is value.origin and arg == value for arg in call.args)
+
+
+def _meets(call: Event, write: Event) -> bool:
+    """Whether both happen in one pass, and neither in another turn of a loop only."""
+    arms = dict(write.context.arms)
+    apart = any(arms.get(stmt, arm) != arm for stmt, arm in call.context.arms)
+    return not apart and call.context.loops == write.context.loops and call.stmt is not write.stmt
 
 
 def find_changed_skips(program: Program) -> Iterator[Report]:
@@ -167,4 +205,4 @@ def _is_out_of_place(call: ast.Call) -> bool:
 
 
 __all__ = ["RULES", "dotted"]
-RULES = (find_spoiled_outputs, find_changed_skips, find_written_leaves, find_missed_inplace)
+RULES = (find_spoiled_outputs, find_spoiled_inputs, find_changed_skips, find_written_leaves, find_missed_inplace)
