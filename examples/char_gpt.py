@@ -88,9 +88,10 @@ def main() -> None:
 
     for step in range(1, args.steps + 1):
         places = torch.randint(len(data) - args.length, (args.batch_size, 1)) + torch.arange(args.length)
+        optimizer.zero_grad()
         logits = model(data[places])
         loss = F.cross_entropy(logits.flatten(0, 1), data[places + 1].flatten())
-        optimizer.zero_grad()
+        del logits
         loss.backward()
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}", flush=True)

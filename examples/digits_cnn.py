@@ -77,8 +77,8 @@ def main() -> None:
     for epoch in range(1, args.epochs + 1):
         losses = []
         for places in (torch.randperm(len(labels) - num_test) + num_test).split(args.batch_size):
-            loss = F.cross_entropy(model(images[places]), labels[places])
             optimizer.zero_grad()
+            loss = F.cross_entropy(model(images[places]), labels[places])
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

@@ -1,6 +1,7 @@
 """MF105 of averages, MF108, MF118, MF213, MF303, MF515 and MF701 in further shapes, MF914."""
 
 import pytest
+
 from diagnosis.lints.marked import assert_marked, find
 
 FOUND = {
