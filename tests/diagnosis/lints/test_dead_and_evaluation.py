@@ -34,6 +34,15 @@ FOUND = {
                 loss.backward()
                 optimizer.step()
         """,
+    "logits beside the loss": """
+        def fit(model, loader, scaler, steps):
+            for x, y in loader:
+                for part in range(steps):
+                    with torch.autocast("cuda"):
+                        logits, loss = model(x, y)  # <- MF201
+                        loss = loss / steps
+                    scaler.scale(loss).backward()
+        """,
     "module level": """
         net = nn.Linear(4, 1000)
         for x, y in [(torch.randn(2, 4), torch.zeros(2).long())]:
@@ -268,6 +277,11 @@ QUIET = {
             w = (q @ k.transpose(-1, -2)).softmax(-1)
             return w @ v, w
 
+        def other_path(self, q, k, v):
+            if self.flash:
+                return self.flash_attention(q, k, v)
+            return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
         def eager_attention_forward(q, k, v):
             return (q @ k.transpose(-1, -2)).softmax(-1) @ v
         """,
@@ -295,6 +309,12 @@ QUIET = {
             for x in loader:
                 with torch.set_grad_enabled(train):
                     model(x)
+
+        @smart_inference_mode()
+        def f(model, loader):
+            model.eval()
+            for x in loader:
+                model(x)
 
         def run(model, loader):
             model.eval()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.diagnosis.lints import facts
-from memfit.diagnosis.lints.calls import answer, is_constant, keyword
+from memfit.diagnosis.lints.calls import answer
 from memfit.diagnosis.lints.facts import words
 from memfit.diagnosis.lints.program import dotted
 from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH, NONE, NUMBER, TEXT, UNKNOWN, Value, element_of, join, with_graph
@@ -310,7 +310,7 @@ def bind_target(target: ast.expr, value: Value, walk: Walk) -> None:
         for position, part in enumerate(target.elts):
             if isinstance(part, ast.Starred):
                 part, known = part.value, None
-            bind_target(part, known[position] if known else _unpacked(value), walk)
+            bind_target(part, known[position] if known else _unpacked(value, part), walk)
     elif isinstance(target, (ast.Name, ast.Attribute)):
         if isinstance(target, ast.Attribute):
             evaluate(target.value, walk)
@@ -328,10 +328,10 @@ def bind_target(target: ast.expr, value: Value, walk: Walk) -> None:
             _grow(name, value, walk)
 
 
-def _unpacked(value: Value) -> Value:
-    """One of several results of a call: a tensor if the call makes tensors."""
+def _unpacked(value: Value, target: ast.expr) -> Value:
+    """One of several results of a call: a tensor with a storage of its own if the call makes tensors."""
     if value.kind == "tensor" and value.items is None:
-        return replace(value, leaf=False, view=False)
+        return replace(value, leaf=False, view=False, origin=target)
     return element_of(value)
 
 
@@ -395,4 +395,3 @@ _HANDLERS: dict[type[ast.AST], Callable[..., Value]] = {
     ast.YieldFrom: _yield,
     ast.JoinedStr: _text,
 }
-__all__ = ["bind_target", "concatenate", "evaluate", "is_constant", "keyword"]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from memfit.diagnosis.lints.calls import is_constant, joined_sites
 from memfit.diagnosis.lints.expressions import bind_target, concatenate, evaluate
 from memfit.diagnosis.lints.facts import NO_GRAD, is_module_word
-from memfit.diagnosis.lints.program import Context, Function, LoopNode, Program, dotted
+from memfit.diagnosis.lints.program import Context, Function, LoopNode, Program, dotted, turns_gradients_off
 from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH, UNKNOWN, Value, element_of, join, with_graph
 from memfit.diagnosis.lints.walk import Walk
 
@@ -281,8 +281,7 @@ def _grad_inside(manager: ast.expr, grad: bool | None, walk: Walk) -> bool | Non
         return True
     if name in ("torch.set_grad_enabled", "torch.autograd.set_grad_enabled") and call and call.args:
         return True if is_constant(call.args[0], True) else False if is_constant(call.args[0], False) else None
-    last = name.rpartition(".")[2]
-    if "no_grad" in last or "inference" in last:  # a helper of the program's own
+    if turns_gradients_off(name):
         return False
     if isinstance(manager, ast.IfExp) and "no_grad" in ast.dump(manager):
         return None

@@ -246,10 +246,16 @@ def _collect(node: ast.AST, program: Program, scope: Function, cls: Class | None
             _collect(child, program, scope, cls)
 
 
+def turns_gradients_off(name: str) -> bool:
+    """Whether a helper of the program's own is named like torch.no_grad: `smart_inference_mode`, `maybe_no_grad`."""
+    last = name.rpartition(".")[2]
+    return "no_grad" in last or "inference_mode" in last
+
+
 def _grad_of(node: ast.FunctionDef | ast.AsyncFunctionDef, program: Program) -> bool | None:
     for decorator in node.decorator_list:
         name = program.resolve(decorator.func if isinstance(decorator, ast.Call) else decorator)
-        if name in NO_GRAD:
+        if name in NO_GRAD or turns_gradients_off(name):
             return False
         if name == "torch.set_grad_enabled":
             return None

@@ -2,6 +2,7 @@
 
 from memfit.diagnosis.lints.report import Rule
 from memfit.diagnosis.lints.rules import (
+    attention,
     attributes,
     calls,
     checkpointing,
@@ -21,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     *attributes.RULES,
     *references.RULES,
     *dead.RULES,
+    *attention.RULES,
     *evaluation.RULES,
     *gradients.RULES,
     *checkpointing.RULES,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from memfit.diagnosis.lints.facts import words, words_of
 from memfit.diagnosis.lints.program import Class, Event, Function, Program, dotted
-from memfit.diagnosis.lints.queries import events_of, is_reset, names_in, quote, says
+from memfit.diagnosis.lints.queries import events_of, is_reset, names_in, says
 from memfit.diagnosis.lints.report import Report
 from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH, Value
 
@@ -193,5 +193,4 @@ def _stores_input(event: Event, method: Function, lists: set[str]) -> bool:
     return dotted(stored) in inputs
 
 
-__all__ = ["RULES", "quote"]
 RULES = (find_growing_attributes, find_growing_entries, find_create_graph, find_step_outputs, find_metric_states)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from memfit.diagnosis.lints.facts import OUT_OF_MEMORY
 from memfit.diagnosis.lints.program import Event, Function, LoopNode, Program, dotted
-from memfit.diagnosis.lints.queries import evaluates, events_of, inside, trains
+from memfit.diagnosis.lints.queries import evaluates, events_of, trains
 from memfit.diagnosis.lints.report import Report
 from memfit.diagnosis.lints.rules.references import does_tensor_work
 
@@ -90,5 +90,4 @@ def _is_heavy(event: Event, program: Program, function: Function) -> bool:
     return isinstance(event.base.target, Function) and does_tensor_work(event.base.target.node, program, event.base.target)
 
 
-__all__ = ["RULES", "inside"]
 RULES = (find_cache_calls, find_retries_in_handlers)

@@ -1,11 +1,11 @@
-"""MF201, MF202, MF211, MF212: tensors that are alive for nothing: logits after their loss, the last step's graph, attention weights."""
+"""MF201, MF202: tensors that are alive for nothing: logits after their loss, the graph of the turn before."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from memfit.diagnosis.lints.facts import CROSS_ENTROPIES, CUTS, SAVE_OUTPUT, words
+from memfit.diagnosis.lints.facts import CROSS_ENTROPIES, SAVE_OUTPUT, words
 from memfit.diagnosis.lints.program import Event, Function, Program, dotted
 from memfit.diagnosis.lints.queries import (
     evaluates,
@@ -14,8 +14,6 @@ from memfit.diagnosis.lints.queries import (
     is_named_evaluation,
     names_in,
     names_sent_backward,
-    quote,
-    says,
     survives,
     trains,
 )
@@ -64,6 +62,27 @@ def find_dead_outputs(program: Program) -> Iterator[Report]:
             )
 
 
+def find_dead_companions(program: Program) -> Iterator[Report]:
+    """`logits, loss = model(x, y)` and later `loss.backward()`: nobody reads the logits."""
+    for event in events_of(program, "bind"):
+        stmt = event.stmt
+        if not isinstance(stmt, ast.Assign) or not isinstance(stmt.targets[0], ast.Tuple) or not _calls_module(event):
+            continue
+        names = [dotted(target) for target in stmt.targets[0].elts]
+        for name in names:
+            if event.name == names[-1] and any(word in name for word in _BIG) and _is_dead_after(name, event):
+                yield Report(
+                    "MF201",
+                    stmt,
+                    f"`{name}` is never read, but the name keeps it through backward; inside the model only the loss needed it.",
+                    f"`del {name}` after this line.",
+                    Mend("delete", stmt, name),
+                )
+
+
+_BIG = ("logit", "out", "pred", "score")
+
+
 def _is_cross_entropy(event: Event) -> bool:
     return event.name.rpartition(".")[2] == "cross_entropy" or event.base.op.rpartition(".")[2] in CROSS_ENTROPIES
 
@@ -86,7 +105,7 @@ def _is_dead_after(name: str, event: Event) -> bool:
     assert function is not None
     mine = [other for other in function.events if other.name == name or other.name.startswith(f"{name}.")]
     binds = [other for other in mine if other.kind == "bind" and other.name == name]
-    before = [other for other in binds if other.index < event.index]
+    before = [other for other in binds if other.index <= event.index]
     last = max((other.index for other in function.events if other.stmt is event.stmt), default=event.index)
     if not before or name in function.parameters:
         return False
@@ -105,7 +124,7 @@ def _is_dead_after(name: str, event: Event) -> bool:
         return False
     if _is_watched(name, function):
         return False
-    target = {dotted(part) for part in getattr(event.stmt, "targets", [])}
+    target = {part for given in getattr(event.stmt, "targets", []) for part in names_in(given)}
     return any(
         other.kind == "backward"
         and other.index > last
@@ -207,207 +226,4 @@ def _is_used_on(event: Event) -> bool:
     return False
 
 
-def find_unread_attention_weights(program: Program) -> Iterator[Report]:
-    """`out, _ = attention(q, k, v)`: need_weights is on by default and builds (batch, length, length) for nobody."""
-    for event in events_of(program, "call"):
-        call = event.node
-        assert isinstance(call, ast.Call)
-        assert event.function is not None
-        if not event.base.op.endswith(".MultiheadAttention") or any(item.arg == "need_weights" for item in call.keywords):
-            continue
-        if len(call.args) >= 5:  # need_weights by position
-            continue
-        if _drops_second(event, call):
-            yield Report(
-                "MF211",
-                event.stmt,
-                "Nobody reads the attention weights, but need_weights=True is the default: the layer builds and saves a matrix "
-                "of length x length for every head.",
-                "Pass need_weights=False: the fused kernel does not build it (equal to rounding).",
-            )
-
-
-def _drops_second(event: Event, call: ast.Call) -> bool:
-    assert event.function is not None
-    stmt = event.stmt
-    if isinstance(stmt, ast.Assign) and stmt.value is call and isinstance(stmt.targets[0], ast.Tuple):
-        second = stmt.targets[0].elts[-1]
-        name = dotted(second)
-        if len(stmt.targets[0].elts) != 2 or not name or "." in name:
-            return False
-        return not any(
-            other.kind == "read" and other.name == name and other.index > event.index for other in event.function.events
-        )
-    for part in ast.walk(stmt):
-        if isinstance(part, ast.Subscript) and part.value is call:
-            return says(part.slice, 0) or (isinstance(part.slice, ast.Constant) and part.slice.value == 0)
-    return False
-
-
-def find_unread_extras(program: Program) -> Iterator[Report]:
-    """`model(x, output_hidden_states=True)` whose `.hidden_states` nobody reads: every layer's output is kept for nothing."""
-    for event in events_of(program, "call"):
-        call, function = event.node, event.function
-        assert isinstance(call, ast.Call)
-        if function is None or event.base.kind not in ("module", "unknown") or not isinstance(event.stmt, ast.Assign):
-            continue
-        name = dotted(event.stmt.targets[0])
-        if event.stmt.value is not call or not name or "." in name:
-            continue
-        for asked, field in _EXTRAS.items():
-            if any(item.arg == asked and says(item.value, True) for item in call.keywords) and _reads_only_fields(
-                name, field, function
-            ):
-                yield Report(
-                    "MF213",
-                    call,
-                    f"{asked}=True makes the model keep every layer's, and nobody reads `{name}.{field}`.",
-                    f"Leave {asked} out.",
-                )
-
-
-_EXTRAS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
-
-
-def _reads_only_fields(name: str, field: str, function: Function) -> bool:
-    """Whether the whole is read only through `.loss`, `.logits` and other fields than this one, and there is such a reader."""
-    fields = {part.attr for part in ast.walk(function.node) if isinstance(part, ast.Attribute) and dotted(part.value) == name}
-    whole = [
-        part
-        for part in ast.walk(function.node)
-        if isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Load)
-    ]
-    through = [part for part in ast.walk(function.node) if isinstance(part, ast.Attribute) and dotted(part.value) == name]
-    return bool(fields) and field not in fields and len(whole) == len(through)
-
-
-def find_full_scores(program: Program) -> Iterator[Report]:
-    """softmax(q @ k.T) @ v written out: the scores, their softmax and its dropout are saved, each length x length."""
-    for function in program.functions:
-        if (
-            "eager" in function.name
-            or isinstance(function.node, ast.Module)
-            or not any(event.name.endswith("softmax") for event in function.events if event.kind == "call")
-        ):
-            continue
-        text = ast.unparse(function.node)
-        if "scaled_dot_product_attention" in text or "need_weights" in text or "output_attentions" in text:
-            continue
-        yield from _scores_of(function)
-
-
-def _scores_of(function: Function) -> Iterator[Report]:
-    scores: set[str] = set()
-    weights: dict[str, ast.stmt] = {}
-    for event in function.events:
-        stmt = event.stmt
-        value = getattr(stmt, "value", None)
-        if not isinstance(value, ast.expr) or event.kind not in ("bind", "return"):
-            continue
-        names = names_in(value)
-        softmax = next(
-            (call for call in ast.walk(value) if isinstance(call, ast.Call) and _last(call).endswith("softmax")), None
-        )
-        if softmax is not None:
-            source = (
-                softmax.func.value
-                if (isinstance(softmax.func, ast.Attribute) and not softmax.args[:1])
-                or (isinstance(softmax.func, ast.Attribute) and dotted(softmax.func) and _is_number_first(softmax))
-                else (softmax.args[0] if softmax.args else softmax)
-            )
-            if isinstance(softmax.func, ast.Attribute) and _is_number_first(softmax):
-                source = softmax.func.value
-            if _is_query_key(source) or names_in(source) & scores:
-                if any(_multiplies(part, softmax) for part in ast.walk(value)):
-                    yield _report_scores(stmt)
-                elif event.kind == "bind":
-                    weights[event.name] = stmt
-                continue
-        if event.kind == "bind":
-            if _is_query_key(value) or (names & scores and not _has_matmul(value)):
-                scores.add(event.name)
-            elif names & set(weights) and not _has_matmul(value):
-                weights[event.name] = weights[next(iter(names & set(weights)))]
-        for name in set(weights) & names:
-            if _has_matmul(value) and not _gives_out(function, set(weights)):
-                yield _report_scores(weights[name])
-                return
-
-
-def _report_scores(stmt: ast.stmt) -> Report:
-    return Report(
-        "MF212",
-        stmt,
-        "Attention written out: the scores, their softmax and its dropout are saved for backward, each of them length x length "
-        "for every head.",
-        "Use torch.nn.functional.scaled_dot_product_attention where the weights themselves are not needed (equal to rounding).",
-    )
-
-
-def _last(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _is_number_first(call: ast.Call) -> bool:
-    """`scores.softmax(-1)` or `scores.softmax(dim=-1)`, where the receiver is the input."""
-    if not call.args:
-        return True
-    first = call.args[0]
-    return isinstance(first, (ast.Constant, ast.UnaryOp))
-
-
-def _is_matmul(node: ast.AST) -> bool:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-        return True
-    return isinstance(node, ast.Call) and _last(node) in ("matmul", "bmm", "einsum", "baddbmm")
-
-
-def _has_matmul(node: ast.AST) -> bool:
-    return any(_is_matmul(part) for part in ast.walk(node))
-
-
-def _is_query_key(node: ast.AST) -> bool:
-    """A product with something transposed in it: q @ k.transpose(-2, -1), torch.bmm(q, k.mT), einsum('bqd,bkd->bqk')."""
-    for part in ast.walk(node):
-        if _is_matmul(part):
-            turned = any(
-                isinstance(inner, ast.Attribute) and inner.attr in ("transpose", "mT", "T", "permute", "swapaxes", "mH", "t")
-                for inner in ast.walk(part)
-            )
-            if turned or (isinstance(part, ast.Call) and _last(part) == "einsum"):
-                return True
-    return False
-
-
-def _multiplies(node: ast.AST, softmax: ast.Call) -> bool:
-    return (
-        _is_matmul(node)
-        and any(inner is softmax for inner in ast.walk(node))
-        and not any(inner is node for inner in ast.walk(softmax))
-    )
-
-
-def _gives_out(function: Function, names: set[str]) -> bool:
-    """Whether the weights leave the function: returned as they are, stored on self or in a list."""
-    for event in function.events:
-        value = getattr(event.stmt, "value", None)
-        if event.kind == "return" and isinstance(value, (ast.Name, ast.Tuple)):
-            elements = value.elts if isinstance(value, ast.Tuple) else [value]
-            if any(dotted(element) in names for element in elements):
-                return True
-        if event.kind in ("bind", "store") and "." in event.name and isinstance(value, ast.Name) and value.id in names:
-            return True
-        if event.kind == "store" and isinstance(event.node, ast.Call) and names & names_in(event.node.args[-1]):
-            return True
-    return False
-
-
-__all__ = ["CUTS", "RULES", "quote"]
-RULES = (
-    find_dead_logits,
-    find_dead_outputs,
-    find_previous_graphs,
-    find_unread_attention_weights,
-    find_unread_extras,
-    find_full_scores,
-)
+RULES = (find_dead_logits, find_dead_outputs, find_dead_companions, find_previous_graphs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from memfit.diagnosis.lints.facts import words, words_of
 from memfit.diagnosis.lints.program import Event, Function, LoopNode, Program, dotted
-from memfit.diagnosis.lints.queries import events_of, inside, line_of, names_in, quote, retains, says, trains
+from memfit.diagnosis.lints.queries import events_of, line_of, names_in, quote, retains, says, trains
 from memfit.diagnosis.lints.report import Mend, Report
 from memfit.diagnosis.lints.values import GRAPH
 
@@ -277,5 +277,4 @@ def find_foreach(program: Program) -> Iterator[Report]:
             )
 
 
-__all__ = ["RULES", "inside"]
 RULES = (find_late_zero_grad, find_kept_zeros, find_summed_losses, find_attached_fakes, find_early_steps, find_foreach)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from memfit.diagnosis.lints.facts import CONVOLUTIONS, CUTS, INPLACE_FLAG, INPLACE_SAVES_LESS, NORMS, SAVE_OUTPUT
-from memfit.diagnosis.lints.program import Event, Function, Program, dotted
+from memfit.diagnosis.lints.program import Event, Function, Program
 from memfit.diagnosis.lints.queries import events_of, line_of, quote, says
 from memfit.diagnosis.lints.report import Report
 from memfit.diagnosis.lints.values import GRAPH, Value
@@ -204,5 +204,4 @@ def _is_out_of_place(call: ast.Call) -> bool:
     return (given is None or says(given, False)) and len(call.args) < 2
 
 
-__all__ = ["RULES", "dotted"]
 RULES = (find_spoiled_outputs, find_spoiled_inputs, find_changed_skips, find_written_leaves, find_missed_inplace)

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from memfit.diagnosis.lints.program import Class, Event, Function, Program, dotted
-from memfit.diagnosis.lints.queries import events_of, is_reset, names_in, says, trains
+from memfit.diagnosis.lints.queries import events_of, is_reset, names_in, trains
 from memfit.diagnosis.lints.report import Mend, Report
 
 
@@ -189,5 +189,4 @@ def _is_deep(name: str) -> bool:
     return name.startswith("self.") and name.count(".") >= 2
 
 
-__all__ = ["RULES", "says"]
 RULES = (find_kept_checkpoints, find_loads_to_the_old_device, find_untied_weights)

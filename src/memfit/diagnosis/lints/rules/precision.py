@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from memfit.diagnosis.lints.facts import CROSS_ENTROPIES
 from memfit.diagnosis.lints.program import Event, Program, dotted
-from memfit.diagnosis.lints.queries import events_of, inside, names_in, trains
+from memfit.diagnosis.lints.queries import events_of
 from memfit.diagnosis.lints.report import Report
 from memfit.diagnosis.lints.values import GRAPH
 
@@ -145,5 +145,4 @@ def _upcast_in(node: ast.expr) -> ast.Call | None:
     return None
 
 
-__all__ = ["RULES", "inside", "names_in", "trains"]
 RULES = (find_scaled_clips, find_half_weights, find_upcast_logits)
