@@ -6,7 +6,18 @@ import ast
 from dataclasses import replace
 
 from memfit.diagnosis.lints import facts
-from memfit.diagnosis.lints.program import Class, Function, dotted
+from memfit.diagnosis.lints.modules import (
+    call_checkpointed,
+    call_method_of_module,
+    call_module,
+    is_constant,
+    keyword,
+    make_instance,
+    make_module,
+    read_dtype,
+    remember_site,
+)
+from memfit.diagnosis.lints.program import Class, Function
 from memfit.diagnosis.lints.values import (
     DATA,
     GRAPH,
@@ -23,18 +34,6 @@ from memfit.diagnosis.lints.values import (
 from memfit.diagnosis.lints.walk import Walk
 
 _LIBRARIES = ("torch.", "torchvision.", "transformers.", "timm.", "lightning.", "pytorch_lightning.", "apex.", "torchmetrics.")
-_HALVES = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16", "torch.float32": "float32"}
-_CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
-
-
-def is_constant(node: ast.AST | None, *values: object) -> bool:
-    """Whether an argument is written as one of these constants."""
-    return isinstance(node, ast.Constant) and any(node.value is value or node.value == value for value in values)
-
-
-def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """The expression of a keyword argument."""
-    return next((item.value for item in call.keywords if item.arg == name), None)
 
 
 def answer(
@@ -50,7 +49,7 @@ def answer(
     last = name.rpartition(".")[2]
     everything = [*args, *keywords.values()]
     if isinstance(callee.target, Class) and callee.kind == "class":
-        return _instance(node, callee.target, args, keywords, walk)
+        return make_instance(node, callee.target, args, keywords, walk)
     if isinstance(callee.target, Function):
         return _local_call(node, callee.target, args, keywords, walk)
     if callee.kind == "module":
@@ -78,53 +77,9 @@ def answer(
     return Value(graph=MAY, roots=found.roots, carried=found.carried, origin=node, made_by=node)
 
 
-def call_module(node: ast.AST, module: Value, inputs: list[Value], walk: Walk) -> Value:
-    """The output of an nn.Module: a graph where grad mode is on and it has parameters that train, or its input has one."""
-    op = module.op.rpartition(".")[2]
-    found = with_graph(inputs)
-    target = module.target
-    passes_on = op.endswith("Loss") or op in facts.WITHOUT_PARAMETERS or module.frozen
-    graph = found.graph if passes_on else GRAPH
-    if walk.grad is False:
-        return Value("tensor", origin=node, op="module", made_by=node)
-    output = facts.MODULE_OPS.get(op, op)
-    last = module
-    while op == "Sequential" and last.items:
-        last = last.items[-1]
-        op = last.op.rpartition(".")[2]
-        output = facts.MODULE_OPS.get(op, op)
-    origin: ast.AST | None = node
-    if isinstance(target, Class) and (forward := target.find("forward")) is not None and forward.result is not None:
-        output = forward.result.op
-        if forward.result.items is not None:
-            items = tuple(replace(item, origin=node, graph=graph) for item in forward.result.items)
-            return Value("list", graph, items=items, roots=found.roots | {node}, made_by=node)
-    if module.inplace and inputs:
-        walk.record("write", op, node, inputs[0])
-        origin = inputs[0].origin or node
-    return Value("tensor", graph, origin, output, found.roots | {node} if graph else frozenset(), found.carried, made_by=node)
-
-
-def _instance(node: ast.Call, cls: Class, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk) -> Value:
-    init = cls.find("__init__")
-    if init is not None:
-        _remember_site(init, (UNKNOWN, *args), keywords, walk)
-    parts = frozenset[str]().union(*(value.parts for value in cls.attributes.values()), *(arg.parts for arg in args))
-    sizes = [value.num_parameters for value in cls.attributes.values() if value.kind == "module"]
-    known = sizes and all(size is not None for size in sizes)
-    return Value(
-        "module" if cls.is_module else "object",
-        op=cls.name,
-        target=cls,
-        parts=parts | {cls.name},
-        made_by=node,
-        num_parameters=sum(size or 0 for size in sizes) if known else None,
-    )
-
-
 def _local_call(node: ast.Call, function: Function, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk) -> Value:
     bound = function.is_method and isinstance(node.func, ast.Attribute)
-    _remember_site(function, (UNKNOWN, *args) if bound else args, keywords, walk)
+    remember_site(function, (UNKNOWN, *args) if bound else args, keywords, walk)
     if function.trains and not walk.muted:
         walk.function.trains = True
     result = function.result
@@ -140,14 +95,6 @@ def _local_call(node: ast.Call, function: Function, args: tuple[Value, ...], key
     return replace(result, origin=node, made_by=node, roots=roots | passed.roots, carried=passed.carried)
 
 
-def _remember_site(function: Function, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk) -> None:
-    if walk.muted:
-        return
-    given = dict(zip(function.parameters, args, strict=False))
-    given.update({name: value for name, value in keywords.items() if name in function.parameters})
-    function.sites.append((given, walk.context))
-
-
 def _library_call(
     node: ast.Call, name: str, last: str, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk
 ) -> Value:
@@ -161,20 +108,20 @@ def _library_call(
     if name == "torch.load":
         return Value("checkpoint", origin=node, made_by=node)
     if last in ("checkpoint", "checkpoint_sequential") and "checkpoint" in name.rpartition(".")[0]:
-        return _checkpointed(node, args, keywords, walk)
+        return call_checkpointed(node, args, keywords, walk)
     if last in ("device", "Generator", "autocast", "manual_seed", "is_available", "is_grad_enabled"):
         return Value("object", op=last)
     if name == "torch.nn.Parameter":
         return Value("tensor", GRAPH, node, leaf=True, made_by=node)
     if last[:1].isupper() and (name.startswith("torch.nn.") or not name.startswith("torch.")):
-        return _construct(node, name, last, args, keywords)
+        return make_module(node, name, last, args, keywords)
     if last in ("from_pretrained", "from_config", "create_model") or name.startswith("torchvision.models."):
         return Value("module", op=last, made_by=node)
     if not name.startswith("torch."):
         return Value(made_by=node)
     if last in facts.FACTORIES:
         wants = keyword(node, "requires_grad")
-        dtype = _HALVES.get(walk.program.resolve(asked), "") if (asked := keyword(node, "dtype")) is not None else ""
+        dtype = read_dtype(node, last, "", walk)
         if wants is None or is_constant(wants, False):
             return replace(DATA, origin=node, made_by=node, dtype=dtype)
         certain = is_constant(wants, True)
@@ -205,66 +152,6 @@ def _tensor_op(node: ast.Call, last: str, args: list[Value], everything: list[Va
         if op in ("chunk", "split", "unbind"):
             return Value("list", found.graph, element=found, roots=found.roots)
     return found
-
-
-def _checkpointed(node: ast.Call, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk) -> Value:
-    function, inputs = (args[0], list(args[1:])) if args else (UNKNOWN, [])
-    if function.kind == "module":
-        found = call_module(node, function, [*inputs, *keywords.values()], walk)
-        return replace(found, op="checkpoint", origin=node)
-    if walk.grad is False:
-        return Value("tensor", origin=node)
-    return Value("tensor", GRAPH, node, "checkpoint", frozenset([node]), made_by=node)
-
-
-def _construct(node: ast.Call, name: str, last: str, args: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
-    """A layer, container or loss of torch.nn (or of a library built on it)."""
-    everything = [*args, *keywords.values()]
-    items: tuple[Value, ...] | None = None
-    element: Value | None = None
-    if last in ("Sequential", "ModuleList", "ModuleDict"):
-        if len(args) == 1 and args[0].kind == "list" and (last == "ModuleList" or isinstance(node.args[0], ast.Starred)):
-            items, element = args[0].items, args[0].element
-        elif last == "Sequential" and not any(isinstance(arg, ast.Starred) for arg in node.args):
-            items = args
-    inplace = is_constant(keyword(node, "inplace"), True) or (
-        last in ("ReLU", "ReLU6", "SiLU") and bool(node.args) and is_constant(node.args[0], True)
-    )
-    parts = frozenset[str]().union(*(value.parts for value in everything)) | {last}
-    if last == "DistributedDataParallel" and args:
-        return replace(args[0], parts=parts, made_by=node)
-    return Value(
-        "module",
-        op=f"torch.nn.{last}",
-        parts=parts,
-        items=items,
-        element=element,
-        inplace=inplace,
-        made_by=node,
-        num_parameters=_count_parameters(last, args, items, node),
-    )
-
-
-def _count_parameters(last: str, args: tuple[Value, ...], items: tuple[Value, ...] | None, node: ast.Call) -> int | None:
-    if last in facts.WITHOUT_PARAMETERS or last.endswith("Loss"):
-        return 0
-    if items is not None:
-        sizes = [item.num_parameters for item in items]
-        return sum(size or 0 for size in sizes) if all(size is not None for size in sizes) else None
-    given = [arg.number for arg in args if arg.number is not None]
-    bias = 0 if is_constant(keyword(node, "bias"), False) else 1
-    if last == "Linear" and len(given) >= 2:
-        return given[1] * (given[0] + bias)
-    if last == "Embedding" and len(given) >= 2:
-        return given[0] * given[1]
-    if last in facts.CONVOLUTIONS and len(given) >= 3:
-        return given[1] * (given[0] * given[2] ** int(last[-2]) + bias)
-    if last in facts.NORMS and given:
-        return 2 * given[0]
-    gates = {"RNN": 1, "GRU": 3, "LSTM": 4}.get(last)
-    if gates and len(given) >= 2:
-        return gates * given[1] * (given[0] + given[1] + 2)
-    return None
 
 
 def _builtin(node: ast.Call, name: str, args: tuple[Value, ...]) -> Value | None:
@@ -309,7 +196,7 @@ def _method(node: ast.Call, last: str, base: Value, args: tuple[Value, ...], key
     if isinstance(base.target, Class) and (method := base.target.find(last)) is not None:
         return _local_call(node, method, args, keywords, walk)
     if base.kind in ("module", "object", "parameters"):
-        return _module_method(node, last, base, args, keywords, walk)
+        return call_method_of_module(node, last, base, args, keywords, walk)
     if base.kind == "list" and last in ("pop", "popleft"):
         return element_of(base)
     if base.kind == "dict" and last in ("items", "values", "keys", "get"):
@@ -329,40 +216,13 @@ def _method(node: ast.Call, last: str, base: Value, args: tuple[Value, ...], key
             return replace(base, kind="tensor", graph=GRAPH, leaf=base.graph == NO_GRAPH, plain=False)
         return base
     if last in facts.MOVES or last == "to":
-        dtype = _CASTS.get(last, base.dtype)
-        for asked in (*node.args, keyword(node, "dtype")):
-            if asked is not None:
-                dtype = _HALVES.get(walk.program.resolve(asked), dtype)
+        dtype = read_dtype(node, last, base.dtype, walk)
         found = replace(base, dtype=dtype, view=base.view and last not in ("clone", "contiguous", "cpu"), leaf=False)
         return replace(found, origin=node, op=last) if base.kind == "tensor" else found
     if base.kind == "tensor":
         return _tensor_op(node, last, [base, *args], [base, *args, *keywords.values()], walk)
     found = with_graph([base, *args, *keywords.values()], origin=node)
     return replace(found, kind="unknown", graph=base.graph if base.graph else min(found.graph, MAY), made_by=node)
-
-
-def _module_method(
-    node: ast.Call, last: str, base: Value, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk
-) -> Value:
-    owner = dotted(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    if last in ("parameters", "named_parameters"):
-        return Value("parameters", owners=frozenset([owner]))
-    if last in facts.MOVES or last in ("to", "train", "eval", "requires_grad_", "apply", "type"):
-        frozen = base.frozen or (last == "requires_grad_" and bool(node.args) and is_constant(node.args[0], False))
-        dtype = _CASTS.get(last, base.dtype)
-        for asked in (*node.args, keyword(node, "dtype")):
-            if asked is not None:
-                dtype = _HALVES.get(walk.program.resolve(asked), dtype)
-        found = replace(base, frozen=frozen, dtype=dtype)
-        if owner and owner in walk.env and (frozen or dtype):
-            walk.env[owner] = found  # these change the module itself
-        return found
-    if base.kind == "object" or last in ("state_dict", "zero_grad", "load_state_dict", "register_buffer"):
-        return UNKNOWN
-    if last in ("forward", "__call__", "generate", "training_step", "encode", "decode", "forward_features"):
-        return call_module(node, base, [*args, *keywords.values()], walk)
-    found = with_graph([*args, *keywords.values()], origin=node)
-    return Value(graph=MAY if walk.grad is not False and found.graph else NO_GRAPH, roots=found.roots, made_by=node)
 
 
 def joined_sites(function: Function, name: str) -> Value | None:

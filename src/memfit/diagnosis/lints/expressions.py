@@ -9,20 +9,17 @@ from dataclasses import replace
 
 from memfit.diagnosis.lints import facts
 from memfit.diagnosis.lints.calls import answer
-from memfit.diagnosis.lints.facts import words
+from memfit.diagnosis.lints.containers import LONGEST, concatenate, grow, make_container, note_effects
 from memfit.diagnosis.lints.program import dotted
-from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH, NONE, NUMBER, TEXT, UNKNOWN, Value, element_of, join, with_graph
+from memfit.diagnosis.lints.values import NO_GRAPH, NONE, NUMBER, TEXT, UNKNOWN, Value, element_of, join, with_graph
 from memfit.diagnosis.lints.walk import Walk
 
-_STORES = words("append appendleft add extend extendleft insert setdefault update put")
-_EMPTIES = words("clear pop popleft reset")
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
-_LONGEST = 4096  # elements of a list that are kept apart
 
 
 def evaluate(node: ast.AST | None, walk: Walk) -> Value:
@@ -103,7 +100,7 @@ def _call(node: ast.Call, walk: Walk) -> Value:
     base = callee if callee is not UNKNOWN else receiver
     walk.record("call", name, node, result, base=base, args=args, keywords=keywords)
     if isinstance(function, ast.Attribute):
-        _effects(node, function, receiver, args, keywords, walk)
+        note_effects(node, function, receiver, args, keywords, walk)
     return result
 
 
@@ -112,49 +109,6 @@ def _argument(node: ast.expr, walk: Walk) -> Value:
         value = evaluate(node.value, walk)
         return value if value.kind == "list" else replace(value, kind="list")
     return evaluate(node, walk)
-
-
-def _effects(
-    node: ast.Call, function: ast.Attribute, receiver: Value, args: tuple[Value, ...], keywords: dict[str, Value], walk: Walk
-) -> None:
-    """What a method call does to others: a backward pass, an element stored, a container emptied."""
-    method = function.attr
-    owner = dotted(function.value)
-    if method in ("backward", "manual_backward"):
-        # loss.backward(); accelerator.backward(loss), self.manual_backward(loss)
-        helper = (bool(args) and receiver.graph < GRAPH and method != "backward") or (
-            bool(args) and owner.rpartition(".")[2] in ("accelerator", "fabric", "engine", "model_engine", "strategy")
-        )
-        what, value = (node.args[0], args[0]) if helper else (function.value, receiver)
-        walk.function.trains = True
-        walk.record("backward", dotted(what), node, value, base=receiver)
-    elif method == "step" and (
-        receiver.kind in ("optimizer", "scaler") or (receiver.kind == "unknown" and "opt" in owner.lower())
-    ):
-        walk.record("step", owner, node, receiver, args=args)
-    elif method in _STORES and args and receiver.kind not in ("tensor", "module", "optimizer", "scaler"):
-        name = owner or dotted(function.value.value if isinstance(function.value, ast.Subscript) else function.value)
-        value = args[-1]
-        if name:
-            walk.record("store", name, node, value, base=receiver)
-            _grow(name, value, walk)
-    elif method in _EMPTIES and owner:
-        walk.record("empty", owner, node, receiver)
-
-
-def _grow(name: str, value: Value, walk: Walk) -> None:
-    """A list that got an element carries the element's graph and layers."""
-    old = walk.env.get(name)
-    if old is not None and old.kind in ("list", "dict"):
-        element = value if old.element is None and not old.items else join(element_of(old), value)
-        walk.env[name] = replace(
-            old,
-            items=None,
-            element=element,
-            graph=max(old.graph, value.graph),
-            roots=old.roots | value.roots,
-            parts=old.parts | value.parts,
-        )
 
 
 def _binary(node: ast.BinOp, walk: Walk) -> Value:
@@ -171,30 +125,13 @@ def _binary(node: ast.BinOp, walk: Walk) -> Value:
     if left.kind == right.kind == "list" and isinstance(node.op, ast.Add):
         return concatenate(left, right)
     if left.kind == "list" and isinstance(node.op, ast.Mult) and left.items and right.number is not None:
-        return replace(left, items=left.items * right.number if right.number <= _LONGEST else None)
+        return replace(left, items=left.items * right.number if right.number <= LONGEST else None)
     found = with_graph([left, right], origin=node, made_by=node)
     if "tensor" not in (left.kind, right.kind) and found.graph == NO_GRAPH:
         return UNKNOWN
     if walk.grad is False:
         return replace(found, graph=NO_GRAPH, roots=frozenset())
     return found
-
-
-def concatenate(left: Value, right: Value) -> Value:
-    """Two lists one after the other."""
-    items = left.items + right.items if left.items is not None and right.items is not None else None
-    if items is not None and len(items) > _LONGEST:
-        items = None
-    elements = [value for value in (left.element, right.element) if value is not None]
-    return Value(
-        "list",
-        max(left.graph, right.graph),
-        roots=left.roots | right.roots,
-        parts=left.parts | right.parts,
-        items=items,
-        element=elements[0] if elements else None,
-        owners=left.owners | right.owners,
-    )
 
 
 def _unary(node: ast.UnaryOp, walk: Walk) -> Value:
@@ -254,7 +191,7 @@ def _display(node: ast.List | ast.Tuple | ast.Set, walk: Walk) -> Value:
             items = items + list(value.items) if items is not None and value.items is not None else None
         elif items is not None:
             items.append(value)
-    return _container("list", values, tuple(items) if items is not None else None, node)
+    return make_container("list", values, tuple(items) if items is not None else None, node)
 
 
 def _dictionary(node: ast.Dict, walk: Walk) -> Value:
@@ -262,16 +199,7 @@ def _dictionary(node: ast.Dict, walk: Walk) -> Value:
     for key, item in zip(node.keys, node.values, strict=True):
         evaluate(key, walk)
         values.append(evaluate(item, walk))
-    return _container("dict", values, tuple(values), node)
-
-
-def _container(kind: str, values: list[Value], items: tuple[Value, ...] | None, node: ast.AST) -> Value:
-    found = with_graph(values)
-    parts = frozenset[str]().union(*(value.parts for value in values))
-    owners = frozenset[str]().union(*(value.owners for value in values))
-    return Value(
-        kind, found.graph, roots=found.roots, carried=found.carried, parts=parts, items=items, owners=owners, made_by=node
-    )
+    return make_container("dict", values, tuple(values), node)
 
 
 def _comprehension(node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, walk: Walk) -> Value:
@@ -288,7 +216,7 @@ def _comprehension(node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.Dic
             evaluate(test, walk)
     element = evaluate(node.value if isinstance(node, ast.DictComp) else node.elt, walk)
     walk.env = outer
-    items = (element,) * count if count is not None and 0 < count <= _LONGEST else None
+    items = (element,) * count if count is not None and 0 < count <= LONGEST else None
     return Value(
         "dict" if isinstance(node, ast.DictComp) else "list",
         element.graph,
@@ -325,7 +253,7 @@ def bind_target(target: ast.expr, value: Value, walk: Walk) -> None:
             walk.record("write", "setitem", target, base)
         elif name:
             walk.record("store", name, target, value, base=base)
-            _grow(name, value, walk)
+            grow(name, value, walk)
 
 
 def _unpacked(value: Value, target: ast.expr) -> Value:

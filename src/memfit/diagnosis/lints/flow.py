@@ -11,9 +11,11 @@ import ast
 from collections.abc import Callable
 from dataclasses import replace
 
-from memfit.diagnosis.lints.calls import is_constant, joined_sites
-from memfit.diagnosis.lints.expressions import bind_target, concatenate, evaluate
+from memfit.diagnosis.lints.calls import joined_sites
+from memfit.diagnosis.lints.containers import concatenate
+from memfit.diagnosis.lints.expressions import bind_target, evaluate
 from memfit.diagnosis.lints.facts import NO_GRAD, is_module_word
+from memfit.diagnosis.lints.modules import is_constant
 from memfit.diagnosis.lints.program import Context, Function, LoopNode, Program, dotted, turns_gradients_off
 from memfit.diagnosis.lints.values import GRAPH, NO_GRAPH, UNKNOWN, Value, element_of, join, with_graph
 from memfit.diagnosis.lints.walk import Walk
