@@ -1,4 +1,4 @@
-"""Who may import whom, read with `ast`: the design's table, and that core, planner and report need no torch."""
+"""Who may import whom, read with `ast`: the design's table, and that core, planner, report and lints need no torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LAYERS = {
 }
 # Nobody imports these, except who names them in the table and `import memfit` itself.
 TOP = {"api", "cli"}
-WITHOUT_TORCH = ("core", "planner", "report")
+WITHOUT_TORCH = ("core", "planner", "report", "diagnosis/lints")
 
 
 @dataclass(frozen=True)
