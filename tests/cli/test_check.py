@@ -146,6 +146,34 @@ def test_files_that_are_not_about_training_are_not_even_parsed(memfit, tmp_path,
     assert memfit("check", "other.py")[:2] == (0, "No findings, 1 file checked.\n")
 
 
+def test_ctrl_c_reports_what_was_found_so_far(memfit, leak, tmp_path, monkeypatch):
+    from memfit.diagnosis.lints import check
+
+    def interrupted(path, chosen):
+        if path.name == "second.py":
+            raise KeyboardInterrupt
+        return real(path, chosen)
+
+    real = check.check_file
+    monkeypatch.setattr(check, "check_file", interrupted)
+    (tmp_path / "second.py").write_text(LEAK)
+    code, out, err = memfit("check", "leak.py", "second.py", "train.py")
+    assert code == 130
+    assert out.startswith("leak.py:8:9 MF102 ")
+    assert "1 finding in 1 file, 1 file checked." in out
+    assert err == "memfit: interrupted\n"
+
+
+def test_many_files_are_shared_out_and_come_back_in_order(memfit, tmp_path):
+    for number in range(70):
+        (tmp_path / f"a{number:02}.py").write_text(LEAK if number % 2 else CLEAN)
+    code, out, _ = memfit("check", ".")
+    assert code == 1
+    places = [line.partition(":")[0] for line in out.splitlines() if " MF102 " in line]
+    assert places == [f"a{number:02}.py" for number in range(1, 70, 2)]
+    assert "35 findings in 35 files, 71 files checked." in out
+
+
 def notebook(*cells):
     made = [{"cell_type": kind, "source": text.splitlines(keepends=True), "metadata": {}} for kind, text in cells]
     return json.dumps({"cells": made, "nbformat": 4, "nbformat_minor": 5, "metadata": {}})

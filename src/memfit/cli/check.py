@@ -56,6 +56,8 @@ def check(
             console.out(render_findings(checked.findings, format, width=width), end="", highlight=False)
             if format == "text":
                 console.print(_summary(checked.findings, checked.num_files), soft_wrap=not console.is_terminal)
+        if checked.interrupted:
+            raise KeyboardInterrupt
         if checked.findings:
             raise typer.Exit(FOUND)
         if checked.problems:

@@ -6,7 +6,8 @@ Costs a few milliseconds a file; many files are shared out over the cores.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,27 +44,47 @@ EVERYTHING = Chosen()
 
 @dataclass(frozen=True)
 class Checked:
-    """What came out of one file or of many. problems: sentences about what could not be read or parsed."""
+    """What came out of one file or of many. problems: sentences about what could not be read or parsed.
+    interrupted: whether Ctrl-C came, so that this is only the first `num_files` files."""
 
     findings: tuple[Finding, ...] = ()
     problems: tuple[str, ...] = ()
     num_files: int = 0
+    interrupted: bool = False
 
 
 def check_paths(paths: Iterable[Path], chosen: Chosen = EVERYTHING) -> Checked:
-    """Checks files and everything below directories. Raises MemfitError for a path that does not exist or holds no source."""
+    """Checks files and everything below directories. Ctrl-C ends it with what was found so far.
+
+    Raises MemfitError for a path that does not exist or holds no source.
+    """
     files = list(find_files(paths))
-    work = partial(check_file, chosen=chosen)
-    if len(files) < _MANY_FILES or (os.cpu_count() or 1) < 2:
-        done = [work(file) for file in files]
-    else:
-        with ProcessPoolExecutor() as pool:
-            done = list(pool.map(work, files, chunksize=8))
+    done: list[Checked] = []
+    interrupted = False
+    try:
+        for each in _check_each(files, partial(check_file, chosen=chosen)):
+            done.append(each)
+    except KeyboardInterrupt:
+        interrupted = True
     return Checked(
         tuple(finding for each in done for finding in each.findings),
         tuple(problem for each in done for problem in each.problems),
-        len(files),
+        len(done),
+        interrupted,
     )
+
+
+def _check_each(files: list[Path], work: Callable[[Path], Checked]) -> Iterator[Checked]:
+    """The results in the order of the files, from several processes where there are many."""
+    if len(files) < _MANY_FILES or (os.cpu_count() or 1) < 2:
+        yield from map(work, files)
+        return
+    # Ctrl-C is for this process; the others would only print their tracebacks.
+    pool = ProcessPoolExecutor(initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    try:
+        yield from pool.map(work, files, chunksize=8)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def find_files(paths: Iterable[Path]) -> Iterator[Path]:
