@@ -112,6 +112,65 @@ FOUND = {
                 h[0] = 0
                 return y
         """,
+    "errors in a tuple, as exc_info, and carried to the next try": """
+        import sys
+
+        class Runner:
+            def step(self, x):
+                return self.model(x).mean().backward()
+
+            def run(self, x):
+                try:
+                    self.step(x)
+                except RuntimeError as error:
+                    self.failure = (len(x), error)  # <- MF111
+                    self.info = sys.exc_info()  # <- MF111
+
+            def retry(self, x):
+                last = None
+                while len(x):
+                    try:
+                        return self.step(x)
+                    except RuntimeError as error:
+                        last = error  # <- MF111
+                        x = x[: len(x) // 2]
+
+            def smaller(self, x):
+                try:
+                    return self.step(x)
+                except torch.OutOfMemoryError:
+                    return self.step(x[:1])  # <- MF803
+
+            def recursive(self, x):
+                try:
+                    return self.step(x)
+                except torch.OutOfMemoryError:
+                    return self.recursive(x[:1])  # <- MF803
+        """,
+    "half from the start": """
+        def fit(loader):
+            net = nn.Linear(4, 4, dtype=torch.float16)  # <- MF602
+            opt = torch.optim.SGD(net.parameters(), 0.1)
+            for x in loader:
+                net(x).mean().backward()
+                opt.step()
+        """,
+    "itself, and lists that are handed over": """
+        class Me:
+            def __init__(self):
+                self.me = self  # <- MF115
+
+        class Texts:
+            def __init__(self, texts):
+                self.texts = texts  # <- MF912
+                self.names = list(map(str, range(20_000)))  # <- MF912
+                self.same = ["x"] * 50_000
+
+            def __getitem__(self, i):
+                return self.texts[i], self.names[i], self.same[i]
+
+        data = Texts([str(i) for i in range(30_000)])
+        """,
     "a dataset that keeps what it made": """
         class Images(torch.utils.data.Dataset):
             def __init__(self, paths):
@@ -179,6 +238,19 @@ QUIET = {
                 loss = net(x).mean()
                 loss.backward(retain_graph=True)
                 yield loss
+        """,
+    "errors that are raised after the last try": """
+        def step(net, x):
+            net(x).mean().backward()
+
+        def retry(net, x):
+            for _ in range(3):
+                try:
+                    return step(net, x)
+                except RuntimeError as error:
+                    last = str(error)
+                    failed = error
+                    break
         """,
     "cycles over short things": """
         from itertools import cycle

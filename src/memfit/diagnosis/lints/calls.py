@@ -48,6 +48,8 @@ def answer(
     """The value of a call. name: what is called, resolved. callee: the value called, where known; receiver: that of a method."""
     last = name.rpartition(".")[2]
     everything = [*args, *keywords.values()]
+    if name == "sys.exc_info":
+        return Value("error", made_by=node)
     if isinstance(callee.target, Class) and callee.kind == "class":
         return make_instance(node, callee.target, args, keywords, walk)
     if isinstance(callee.target, Function):
@@ -187,6 +189,8 @@ def _builtin(node: ast.Call, name: str, args: tuple[Value, ...]) -> Value | None
         return found if found.graph else UNKNOWN
     if name == "filter" and len(args) == 2:
         return args[1]
+    if name == "map" and len(args) == 2:
+        return Value("list", number=args[1].number)
     if name == "dict":
         return Value("dict")
     return None

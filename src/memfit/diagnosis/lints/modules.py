@@ -124,6 +124,7 @@ def make_module(node: ast.Call, name: str, last: str, args: tuple[Value, ...], k
         element=element,
         inplace=inplace,
         made_by=node,
+        dtype=_DTYPES.get(ast.unparse(asked), "") if (asked := keyword(node, "dtype")) is not None else "",
         num_parameters=_count_parameters(last, args, items, node),
     )
 

@@ -9,7 +9,7 @@ from memfit.diagnosis.lints.facts import OUT_OF_MEMORY
 from memfit.diagnosis.lints.program import Event, Function, LoopNode, Program, dotted
 from memfit.diagnosis.lints.queries import evaluates, events_of, trains
 from memfit.diagnosis.lints.report import Report
-from memfit.diagnosis.lints.rules.references import does_tensor_work
+from memfit.diagnosis.lints.rules.references import callee_of, does_tensor_work
 
 _EMPTY_CACHE = frozenset(f"torch.{device}.empty_cache" for device in ("cuda", "mps", "xpu", "accelerator"))
 
@@ -65,7 +65,7 @@ def find_retries_in_handlers(program: Program) -> Iterator[Report]:
                 other.kind == "call" and other.name == event.name and (attempt, "try") in other.context.arms and other.args
                 for other in function.events
             )
-            if (again or event.base.target is function) and _is_heavy(event, program, function):
+            if (again or callee_of(event.node, function) is function) and _is_heavy(event.node, event, program, function):
                 yield Report(
                     "MF803",
                     event.stmt,
@@ -84,10 +84,12 @@ def _catches_memory(handler: ast.ExceptHandler, program: Program) -> bool:
     return (not names or "Exception" in names) and ("out of memory" in text or "oom" in text)
 
 
-def _is_heavy(event: Event, program: Program, function: Function) -> bool:
-    if event.base.kind == "module" or (isinstance(event.node, ast.Call) and dotted(event.node.func).endswith(".backward")):
-        return True
-    return isinstance(event.base.target, Function) and does_tensor_work(event.base.target.node, program, event.base.target)
+def _is_heavy(call: ast.Call, event: Event, program: Program, function: Function) -> bool:
+    """Whether the call makes tensors: a module, a backward, or a function of this file that does such work."""
+    callee = callee_of(call, function)
+    if callee is not None:
+        return does_tensor_work(callee.node, program, callee)
+    return event.base.kind == "module" or dotted(call.func).endswith(".backward")
 
 
 RULES = (find_cache_calls, find_retries_in_handlers)

@@ -69,10 +69,10 @@ def _num_objects(event: Event, init: Function) -> int:
         made = event.stmt.value
         while isinstance(made, ast.Call) and dotted(made.func) in ("list", "tuple", "sorted", "dict") and made.args:
             made = made.args[0]
-        if not isinstance(made, (ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.BinOp, ast.SetComp)):
+        mapped = isinstance(made, ast.Call) and dotted(made.func) == "map"
+        handed = isinstance(made, ast.Name) and value.kind in ("list", "dict")
+        if not mapped and not handed and not isinstance(made, (ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.SetComp)):
             return 0
-        if isinstance(made, ast.BinOp):
-            return len(value.items) if value.items else 0
         return value.number or (len(value.items) if value.items else 0)
     if event.kind == "store" and event.context.loops and isinstance(event.node, ast.Call):
         return _turns(event.context.loops[-1], init)

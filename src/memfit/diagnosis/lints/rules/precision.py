@@ -61,6 +61,12 @@ def find_half_weights(program: Program) -> Iterator[Report]:
                 updates = (event for event in function.events if event.kind in ("augment", "call") and event.index > bind.index)
                 if any(_is_update(event, bind) for event in updates):
                     yield _lost(bind.stmt, f"`{bind.name}`")
+        optimized = {owner for event in function.events if event.value.kind == "optimizer" for owner in event.value.owners}
+        for bind in function.events:
+            made = bind.value.made_by  # built in half: nn.Linear(4, 4, dtype=torch.float16)
+            half = bind.kind == "bind" and bind.value.kind == "module" and bind.value.dtype == "float16"
+            if half and bind.name in optimized and function.trains and made is getattr(bind.stmt, "value", None):
+                yield _lost(bind.stmt, f"`{bind.name}`")
     for event in events_of(program, "call"):
         call = event.node
         assert isinstance(call, ast.Call)

@@ -26,7 +26,7 @@ def does_tensor_work(node: ast.AST, program: Program, function: Function, depth:
         last = name.rpartition(".")[2] or getattr(part.func, "attr", "")
         if (name.startswith("torch.") and (last in FACTORIES or name.startswith("torch.nn."))) or last == "backward":
             return True
-        value = _callee(part, function)
+        value = callee_of(part, function)
         if value is not None and value.node is not node and depth and does_tensor_work(value.node, program, value, depth - 1):
             return True
         if any(event.kind == "call" and event.node is part and event.base.kind == "module" for event in function.events):
@@ -34,7 +34,8 @@ def does_tensor_work(node: ast.AST, program: Program, function: Function, depth:
     return False
 
 
-def _callee(call: ast.Call, function: Function) -> Function | None:
+def callee_of(call: ast.Call, function: Function) -> Function | None:
+    """The function or method of this file that a call in `function` calls, if it is one."""
     for event in function.events:
         if event.kind == "call" and event.node is call:
             target = event.base.target
@@ -47,10 +48,11 @@ def _callee(call: ast.Call, function: Function) -> Function | None:
 def find_stored_exceptions(program: Program) -> Iterator[Report]:
     """`self.last_error = error` in an except clause: its traceback owns the frames, the frames own the step's tensors."""
     for event in events_of(program, "bind", "store"):
-        if event.value.kind != "error" or event.value.made_by is not event.context.handler:
+        handler = event.context.handler
+        if handler is None or not any(value.kind == "error" for value in (event.value, *(event.value.items or ()))):
             continue
         assert event.function is not None
-        lasting = "." in event.name or event.kind == "store" or _is_global(event)
+        lasting = "." in event.name or event.kind == "store" or _is_global(event) or _goes_on(event, handler)
         attempt = next((arm for arm, _ in reversed(event.context.arms) if isinstance(arm, ast.Try)), None)
         if not lasting or attempt is None:
             continue
@@ -62,6 +64,13 @@ def find_stored_exceptions(program: Program) -> Iterator[Report]:
                 f"`{event.name}` keeps the exception, and its traceback keeps the frames of the failed step with all their tensors.",
                 "Keep `str(error)`, or `error.with_traceback(None)`. Emptying the cache does not help here.",
             )
+
+
+def _goes_on(event: Event, handler: ast.ExceptHandler) -> bool:
+    """Whether a local name carries the exception into the next turn of a loop, where it is tried again."""
+    leaves = (ast.Raise, ast.Return, ast.Break)
+    again = bool(event.context.loops) and handler.lineno > event.context.loops[-1].lineno
+    return again and event.name != handler.name and not isinstance(handler.body[-1], leaves)
 
 
 def _is_global(event: Event) -> bool:
@@ -131,7 +140,7 @@ def _hook_functions(program: Program, kind: str) -> set[Function]:
             method = event.node.args[0].attr
             found |= {cls.methods[method] for cls in program.classes.values() if method in cls.methods}
         if event.node.args and isinstance(event.node.args[0], ast.Call):  # a factory: register(make_hook(name))
-            target = _callee(event.node.args[0], event.function)
+            target = callee_of(event.node.args[0], event.function)
             if target is not None:
                 found |= {function for function in program.functions if function.parent is target}
     return found
@@ -206,7 +215,7 @@ def find_self_references(program: Program) -> Iterator[Report]:
         assert function is not None
         if function.cls is None or not event.name.startswith("self.") or event.name.count(".") != 1:
             continue  # `self.child.parent = self` is how trees are built
-        if not isinstance(event.stmt, ast.Assign) or isinstance(event.stmt.value, ast.Name):
+        if not isinstance(event.stmt, ast.Assign):
             continue
         if not function.parameters or function.parameters[0] != "self" or not _contains_self(event.stmt.value):
             continue
