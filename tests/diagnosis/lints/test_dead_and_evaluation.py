@@ -43,7 +43,26 @@ FOUND = {
                         loss = loss / steps
                     scaler.scale(loss).backward()
         """,
-    "module level": """
+    "a compiled model that one of several arms built": """
+        import argparse
+        from elsewhere import GPT
+
+        exec(open("config.py").read())
+        model = GPT()
+        if argparse.resume:
+            model = GPT(2)
+        model = torch.compile(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while True:
+            logits, loss = model(torch.zeros(2), torch.zeros(2))  # <- MF201
+            loss.backward()
+            optimizer.step()
+        """,
+    "module level, with a function that has a local of the same name": """
+        def estimate(net, x):
+            logits = net(x)
+            return logits.mean()
+
         net = nn.Linear(4, 1000)
         for x, y in [(torch.randn(2, 4), torch.zeros(2).long())]:
             logits = net(x)

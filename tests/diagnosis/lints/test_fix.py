@@ -216,6 +216,26 @@ def test_a_mend_changes_its_own_place_and_nothing_else(before, after):
         ),
         pytest.param(
             """
+            exec(open("config.py").read())
+            net = nn.Linear(4, 4)
+            for x, y in []:
+                logits = net(x)
+                loss = F.cross_entropy(logits, y)
+                loss.backward()
+            """,
+            id="code from elsewhere may read the name",
+        ),
+        pytest.param(
+            """
+            net = nn.Linear(4, 4)
+            logits = net(torch.zeros(2, 4))
+            loss = F.cross_entropy(logits, torch.zeros(2).long())
+            loss.backward()
+            """,
+            id="a module that imports this one may read the name",
+        ),
+        pytest.param(
+            """
             def load(net, path):
                 state = torch.load(path)
                 net.load_state_dict(state, assign=True)

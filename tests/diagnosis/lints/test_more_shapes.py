@@ -112,6 +112,154 @@ FOUND = {
                 h[0] = 0
                 return y
         """,
+    "a third shape of sums, graphs and outputs": """
+        class Gan:
+            def train(self, loader):
+                d_total = 0
+                for real in loader:
+                    d_loss = self.netD(real).mean()
+                    d_loss.backward()
+                    d_total = d_total + d_loss  # <- MF102
+                    if len(real) == 1:
+                        d_loss.backward(create_graph=True)  # <- MF106
+
+        class Module(LightningModule):
+            def test_step(self, batch, index):
+                images, labels = batch
+                return {"loss": 0.5, "images": images}  # <- MF107
+
+            def test_epoch_end(self, outputs):
+                print(len(outputs))
+
+        def reinforce(policy, states):
+            for state in states:
+                objective = policy(state).sum()
+                (-objective).backward(retain_graph=True)  # <- MF108
+
+        class Watched(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.hits = 0
+
+                def hook(module, args):
+                    self.hits += 1
+
+                self.register_forward_pre_hook(hook)  # <- MF113
+
+        class F1Meter:
+            def __init__(self):
+                self.preds = []
+
+            def __call__(self, preds):
+                self.preds.extend([preds])
+                self.preds.append(preds.clone())  # <- MF117
+        """,
+    "a third shape of what is alive for nothing": """
+        class Profiler:
+            def forward_only(self, loader):
+                for batch in loader:
+                    with torch.autocast("cuda"):
+                        logits = self.model(batch)  # <- MF202
+                    self.seen += 1
+
+        def embed(model, ids):
+            result = model(input_ids=ids, output_attentions=True)  # <- MF213
+            return result.last_hidden_state
+        """,
+    "a third shape of gradients": """
+        def cycle(encoder, decoder, a, b):
+            loss = (encoder(a) - b).abs().mean() + (decoder(b) - a).abs().mean()  # <- MF403
+            loss.backward()
+
+        def wgan(G, D, real, z):
+            opt_D = torch.optim.RMSprop(D.parameters())
+            fake = G(z)
+            d_loss = -torch.mean(D(real)) + torch.mean(D(fake))  # <- MF404
+            d_loss.backward()
+            opt_D.step()
+
+        class Agent:
+            def __init__(self):
+                self.value = nn.Linear(4, 1)
+                self.value_optimizer = torch.optim.Adam(self.value.parameters(), foreach=True)  # <- MF406
+
+            def update(self, states):
+                values = self.value(states)
+                value_loss, policy_loss = values.square().mean(), values.mean()
+                value_loss.backward(retain_graph=True)
+                self.value_optimizer.step()  # <- MF405
+                policy_loss.backward()
+        """,
+    "a third shape of checkpoints": """
+        from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+        from torch.nn.parallel import DistributedDataParallel
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(7)])
+
+            def forward(self, x):
+                x = checkpoint_sequential(self.blocks, 1, x, use_reentrant=False)  # <- MF501
+                x = checkpoint_sequential(self.blocks, 4, x, use_reentrant=False)  # <- MF503
+                x = checkpoint_sequential(self.blocks, segments=5, input=x, use_reentrant=False)  # <- MF503
+                x = checkpoint_sequential(self.blocks, 7, x, use_reentrant=False, preserve_rng_state=False)  # <- MF513
+                run = lambda y: F.dropout(self.blocks(y), 0.1)
+                x = checkpoint(run, x, preserve_rng_state=False, use_reentrant=False)  # <- MF513
+                return checkpoint(self.blocks, x)  # <- MF516
+
+        def main():
+            return DistributedDataParallel(Net(), find_unused_parameters=True)
+        """,
+    "a third shape of precision, calls and data": """
+        import gc
+        from torch.utils.data import DataLoader
+
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inp, self.out = nn.Embedding(9, 3), nn.Linear(3, 9, bias=False)
+                self.out.weight = self.inp.weight
+
+        class Trainer:
+            def __init__(self, data):
+                with torch.device("meta"):
+                    self.net = Tied()
+                self.net.to_empty(device="cuda")  # <- MF903
+                self.net = nn.DataParallel(self.net)  # <- MF913
+                self.crit = nn.CrossEntropyLoss(ignore_index=0)
+
+            def fit(self, data, opt):
+                for epoch in range(10):
+                    for i, (x, y) in enumerate(DataLoader(data, num_workers=2)):  # <- MF911
+                        with torch.autocast("cuda", dtype=torch.bfloat16):
+                            out = self.net(x)
+                            loss = self.crit(out.to(dtype=torch.float32), y)  # <- MF603, MF201
+                        loss /= 4
+                        loss.backward()  # <- MF921
+                        gc.collect()  # <- MF802
+                        if i % 4 == 3:
+                            opt.step()
+
+        def evaluate(model, loader):
+            model.eval()
+            with torch.no_grad():
+                for x in loader:
+                    model(x)
+                    gc.collect()  # <- MF802
+
+        def forward_backward(model, batch, opt):
+            norm = nn.Sequential(nn.Conv1d(4, 4, 1), nn.SyncBatchNorm(4))
+            for micro in batch.tensor_split(4):
+                gc.collect()  # <- MF802
+                norm(micro).sum().backward()  # <- MF922
+            opt.step()
+
+        class Cached(torch.utils.data.Dataset):
+            def __getitem__(self, i):
+                sample = torch.zeros(4)
+                return self.store.setdefault(i, sample)  # <- MF914
+        """,
     "errors in a tuple, as exc_info, and carried to the next try": """
         import sys
 

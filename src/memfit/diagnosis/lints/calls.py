@@ -107,6 +107,8 @@ def _library_call(
         return Value("scaler", made_by=node)
     if last == "DataLoader":
         return Value("loader", made_by=node)
+    if name in ("torch.compile", "torch.jit.script", "torch.jit.trace") and args:
+        return replace(args[0], made_by=node)
     if name == "torch.load":
         return Value("checkpoint", origin=node, made_by=node)
     if last in ("checkpoint", "checkpoint_sequential") and "checkpoint" in name.rpartition(".")[0]:

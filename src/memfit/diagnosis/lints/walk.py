@@ -38,7 +38,8 @@ class Walk:
     def look_up(self, name: str) -> Value | None:
         """The value of a name or dotted attribute: here, in the functions around, in the module, in the instance's class."""
         if name in self.env:
-            return self.env[name]
+            found = self.env[name]
+            return _MODULE if found.kind == "unknown" and name in self.program.modules else found
         root, dot, _ = name.partition(".")
         scope: Function | None = self.function
         while scope is not None and root not in self.env:
@@ -52,9 +53,9 @@ class Walk:
         owner, _, attribute = name.rpartition(".")
         holder = self.look_up(owner)
         if holder is not None and holder.target is not None and holder.kind in ("module", "object"):
-            found = holder.target.attribute(attribute)  # type: ignore[union-attr]
-            if found is not None:
-                return found
+            known = holder.target.attribute(attribute)  # type: ignore[union-attr]
+            if known is not None:
+                return known
             if owner == "self" and holder.target.has_only_layers(attribute):  # type: ignore[union-attr]
                 return _MODULE
         return _MODULE if name in self.program.modules or (owner == "self" and is_module_word(attribute)) else None

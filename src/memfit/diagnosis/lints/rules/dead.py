@@ -12,6 +12,7 @@ from memfit.diagnosis.lints.queries import (
     events_of,
     inside,
     is_named_evaluation,
+    line_of,
     names_in,
     names_sent_backward,
     survives,
@@ -39,7 +40,7 @@ def find_dead_logits(program: Program) -> Iterator[Report]:
                 f"`{name}` is never read after this line, but the name keeps it through backward: cross entropy saves its "
                 "log-softmax, not the logits.",
                 f"`del {name}` after this line.",
-                Mend("delete", event.stmt, name),
+                _delete(name, event),
             )
 
 
@@ -58,7 +59,7 @@ def find_dead_outputs(program: Program) -> Iterator[Report]:
                 stmt,
                 f"`{name}` is never read after this line, but the name keeps all of it, logits included, through backward.",
                 f"`del {name}` after this line.",
-                Mend("delete", stmt, name),
+                _delete(name, event),
             )
 
 
@@ -76,7 +77,7 @@ def find_dead_companions(program: Program) -> Iterator[Report]:
                     stmt,
                     f"`{name}` is never read, but the name keeps it through backward; inside the model only the loss needed it.",
                     f"`del {name}` after this line.",
-                    Mend("delete", stmt, name),
+                    _delete(name, event),
                 )
 
 
@@ -122,7 +123,7 @@ def _is_dead_after(name: str, event: Event) -> bool:
         return False
     if any(_keeps(other, made.graph) for other in mine if other.kind == "read" and other.stmt is not event.stmt):
         return False
-    if _is_watched(name, function):
+    if _is_watched(name, function) or _looks_at_names(function, event):
         return False
     target = {part for given in getattr(event.stmt, "targets", []) for part in names_in(given)}
     return any(
@@ -156,16 +157,43 @@ def _keeps(event: Event, graph: int) -> bool:
 
 
 def _is_watched(name: str, function: Function) -> bool:
-    """Whether something looks at the names of the function from outside the flow: locals(), closures, global, nonlocal."""
+    """Whether something looks at the names of the function from outside the flow: closures, global, nonlocal."""
     for part in ast.walk(function.node):
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in _LOOKS_AT_NAMES:
-            return True
         if isinstance(part, (ast.Global, ast.Nonlocal)) and name in part.names:
             return True
         inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-        if part is not function.node and isinstance(part, inner) and name in names_in(part):
+        if part is not function.node and isinstance(part, inner) and name in names_in(part) and not _is_own(name, part):
             return True
     return False
+
+
+def _looks_at_names(function: Function, event: Event | None = None) -> bool:
+    """Whether locals(), exec() or the like are called: anywhere, or where they could still see what the event leaves."""
+    loops = event.context.loops if event is not None else ()
+    start = loops[0].lineno if loops else 0 if event is None else line_of(event)
+    return any(
+        isinstance(part, ast.Call)
+        and isinstance(part.func, ast.Name)
+        and part.func.id in _LOOKS_AT_NAMES
+        and part.lineno >= start
+        for part in ast.walk(function.node)
+    )
+
+
+def _delete(name: str, event: Event) -> Mend | None:
+    """`del name` after the statement, unless code from elsewhere might read it after all: run by exec(), or an importing module."""
+    assert event.function is not None
+    is_global = isinstance(event.function.node, ast.Module) and not event.context.loops
+    return None if is_global or _looks_at_names(event.function) else Mend("delete", event.stmt, name)
+
+
+def _is_own(name: str, inner: ast.AST) -> bool:
+    """Whether the name is a local variable or parameter of the inner function itself."""
+    return any(
+        (isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store))
+        or (isinstance(part, ast.arg) and part.arg == name)
+        for part in ast.walk(inner)
+    )
 
 
 def find_previous_graphs(program: Program) -> Iterator[Report]:
