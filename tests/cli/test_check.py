@@ -200,6 +200,20 @@ def test_cells_of_a_notebook_are_one_program_and_magics_are_passed_over(memfit, 
     )
 
 
+def test_lines_in_a_message_are_lines_of_the_cell(memfit, tmp_path):
+    cells = (
+        ("code", "import torch\nfrom torch import nn\nnet = nn.Linear(4, 4)\nopt = torch.optim.SGD(net.parameters(), 0.1)"),
+        ("code", "out = net(torch.zeros(2, 4))\na, b = out.mean(), out.std()\na.backward(retain_graph=True)\nopt.step()"),
+        ("code", "print(a)\nb.backward()"),
+    )
+    (tmp_path / "gan.ipynb").write_text(notebook(*cells))
+    code, out, _ = memfit("check", "--select", "MF405", "gan.ipynb")
+    assert code == 1
+    assert out.startswith(
+        "gan.ipynb:cell 2:4:1 MF405 This step writes the weights of `net` in place, and the backward on line 2 of cell 3"
+    )
+
+
 def test_what_calls_itself_a_notebook_and_is_none_is_bad_input(memfit, tmp_path):
     (tmp_path / "no.ipynb").write_text("[1, 2]")
     code, _, err = memfit("check", "no.ipynb")

@@ -6,10 +6,11 @@ Costs a few milliseconds a file; many files are shared out over the cores.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -148,7 +149,14 @@ def _as_finding(report: Report, source: Source) -> Finding:
     line: int = report.node.lineno  # type: ignore[attr-defined]
     path, shown = source.place(line)
     column = source.column(line, report.node.col_offset)  # type: ignore[attr-defined]
-    return replace(Finding(path, shown, column, report.code, report.message), remedy=report.remedy)
+    message = re.sub(r"\bline (\d+)", lambda match: _say_line(int(match[1]), path, source), report.message)
+    return Finding(path, shown, column, report.code, message, report.remedy)
+
+
+def _say_line(line: int, path: str, source: Source) -> str:
+    """'line 4', as the user counts: inside a cell of a notebook, and of which cell if it is another one."""
+    other, shown = source.place(line)
+    return f"line {shown}" if other == path else f"line {shown} of {other.rpartition(':')[2]}"
 
 
 def _is_ignored(report: Report, source: Source) -> bool:

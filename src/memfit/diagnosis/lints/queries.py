@@ -65,6 +65,8 @@ def is_eval_call(event: Event) -> bool:
 
 def is_named_evaluation(function: Function) -> bool:
     """`validate`, `evaluate_model`, `run_test`; not `train_and_validate`."""
+    if function.name.startswith("test_"):  # a test of some tool's, more often than a run over the test set
+        return False
     words = words_of(function.name)
     return bool(words & EVALUATION_WORDS) and "train" not in words and "fit" not in words
 
@@ -154,7 +156,11 @@ def backward_operands(function: Function) -> set[str]:
 def retains(call: ast.Call) -> bool:
     """Whether a backward call keeps the graph."""
     for item in call.keywords:
-        if item.arg in ("retain_graph", "create_graph") and isinstance(item.value, ast.Constant) and item.value.value:
+        if (
+            item.arg in ("retain_graph", "retain_variables", "create_graph")
+            and isinstance(item.value, ast.Constant)
+            and item.value.value
+        ):
             return True
     return False
 
