@@ -25,7 +25,7 @@ CLEAN = "import torch\n\ndef f(x):\n    return x + 1\n"
 MESSAGE = (
     "MF102 `total` keeps the graph nodes of every step: `loss` still has its graph after backward. "
     "That is host memory, a few nodes a step; the saved tensors are already freed.\n"
-    "    Add the number: `.item()`, or `.detach()`.\n"
+    "    help: Add the number: `.item()`, or `.detach()`.\n"
 )
 
 

@@ -28,7 +28,7 @@ def test_text_is_one_line_a_finding_sorted_by_place_and_the_remedy_is_indented_b
     assert render_findings([LEAK, EARLIER]) == (
         "train.py:3:1 MF902 torch.load without map_location.\n"
         "train.py:25:9 MF101 `total` keeps the graph of every step. [20.00 KiB a step, measured]\n"
-        "    Add `loss.detach()`.\n"
+        "    help: Add `loss.detach()`.\n"
     )
 
 
@@ -38,7 +38,7 @@ def test_text_with_a_width_is_wrapped_and_goes_on_indented():
         "train.py:25:9 MF101 `total` keeps the",
         "    graph of every step. [20.00 KiB a",
         "    step, measured]",
-        "    Add `loss.detach()`.",
+        "    help: Add `loss.detach()`.",
     ]
 
 

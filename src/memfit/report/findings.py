@@ -1,6 +1,6 @@
 """Findings -> text as linters print it, JSON, or the annotations of GitHub Actions. Static and measured ones alike.
 
-Text is one line a finding, `path:line:column CODE message`, which editors and grep know, and the remedy indented below it.
+Text is one line a finding, `path:line:column CODE message`, which editors and grep know, and the remedy below it as `help:`.
 JSON is a list of objects with the fields of `core.finding.Finding`. The commands of GitHub:
 https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands
 """
@@ -19,6 +19,7 @@ from memfit.report.drawing import format_count
 
 FORMATS = ("text", "json", "github")
 _INDENT = "    "
+_HELP = "    help: "
 
 
 def render_findings(findings: Iterable[Finding], format: str = "text", *, width: int | None = None) -> str:  # noqa: A002
@@ -56,20 +57,20 @@ def _draw_text(finding: Finding, width: int | None) -> list[str]:
     first = f"{finding.path}:{finding.line}:{finding.column} {finding.code} {finding.message}"
     if worth:
         first += f" [{worth}]"
-    lines = _wrap(first, width, "")
+    lines = _wrap(first, width, "", _INDENT)
     if finding.remedy:
-        lines += _wrap(finding.remedy, width, _INDENT)
+        lines += _wrap(finding.remedy, width, _HELP, " " * len(_HELP))
     return lines
 
 
-def _wrap(text: str, width: int | None, indent: str) -> list[str]:
+def _wrap(text: str, width: int | None, indent: str, further: str) -> list[str]:
     if width is None:
         return [indent + text]
     return textwrap.wrap(
         text,
         width=width,
         initial_indent=indent,
-        subsequent_indent=_INDENT,
+        subsequent_indent=further,
         break_long_words=False,
         break_on_hyphens=False,
     )
