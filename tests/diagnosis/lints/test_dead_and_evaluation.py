@@ -107,7 +107,8 @@ FOUND = {
         def first(q, k, v):
             s = torch.einsum("bqd,bkd->bqk", q, k)
             a = torch.softmax(s * 0.5, -1)  # <- MF212
-            return torch.einsum("bqk,bkd->bqd", a, v)
+            out = torch.einsum("bqk,bkd->bqd", a, v)
+            return out.transpose(0, 1)
 
         def second(q, k, v):
             return torch.bmm((torch.bmm(q, k.mT) * 0.1).softmax(dim=-1), v)  # <- MF212

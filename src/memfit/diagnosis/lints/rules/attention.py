@@ -95,10 +95,10 @@ def _written_out(function: Function, softmax: ast.Call) -> ast.stmt | None:
             if any(_is_matmul(part) and softmax in ast.walk(part) and part not in ast.walk(softmax) for part in inside):
                 return found
             weights.add(event.name)
-        elif event.kind == "bind" and (_is_query_key(value) or (names & scores and not _has_matmul(value))):
-            scores.add(event.name)
         elif names & weights and _has_matmul(value):
             return None if _are_handed_out(function, weights) else found
+        elif event.kind == "bind" and (_is_query_key(value) or (names & scores and not _has_matmul(value))):
+            scores.add(event.name)
         elif event.kind == "bind" and names & weights:
             weights.add(event.name)
     return None
