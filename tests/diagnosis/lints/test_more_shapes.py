@@ -260,6 +260,62 @@ FOUND = {
                 sample = torch.zeros(4)
                 return self.store.setdefault(i, sample)  # <- MF914
         """,
+    "cures in another function of the file": """
+        seen = []
+
+        class Router(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gate, self.balance = nn.Linear(4, 4), 0.0
+
+            def forward(self, x):
+                g = self.gate(x)
+                self.balance = self.balance + g.var()  # <- MF105
+                return g
+
+        def keep(module, args, out):
+            seen.append(out)  # <- MF112
+
+        def build():
+            net = Router()
+            net.register_forward_hook(keep)
+            return net
+
+        def careless(net, loader):
+            for x in loader:
+                net(x).mean().backward()
+
+        def careful(net, loader):
+            for x in loader:
+                net.balance = 0.0
+                seen.clear()
+                net(x).mean().backward()
+
+        def distill(student, teacher, loader):
+            for x in loader:
+                F.mse_loss(student(x), teacher(x)).backward()  # <- MF303
+
+        def distill_frozen(student, teacher, loader):
+            teacher.requires_grad_(False)
+            for x in loader:
+                F.mse_loss(student(x), teacher(x)).backward()
+
+        class CurveMetric:
+            def __init__(self):
+                self.preds = []
+
+            def update(self, preds):
+                self.preds.append(preds)  # <- MF117
+
+            def reset(self):
+                self.preds = []
+
+        def epochs(net, loader):
+            metric = CurveMetric()
+            for x in loader:
+                with torch.no_grad():
+                    metric.update(net(x))
+        """,
     "errors in a tuple, as exc_info, and carried to the next try": """
         import sys
 
@@ -399,6 +455,24 @@ QUIET = {
                     last = str(error)
                     failed = error
                     break
+        """,
+    "a metric that is reset": """
+        class CurveMetric:
+            def __init__(self):
+                self.preds = []
+
+            def update(self, preds):
+                self.preds.append(preds)
+
+            def reset(self):
+                self.preds = []
+
+        def epochs(net, loader):
+            metric = CurveMetric()
+            for epoch in range(3):
+                metric.reset()
+                for x in loader:
+                    metric.update(x)
         """,
     "cycles over short things": """
         from itertools import cycle

@@ -62,6 +62,7 @@ def _is_reset_elsewhere(event: Event, cls: Class, program: Program) -> bool:
     """Whether the attribute starts anew each time: before this line in the method, in another method, or from outside."""
     attribute = event.name.partition(".")[2]
     assert event.function is not None
+    outside: set[Function] = set()
     for function in program.functions:
         for other in function.events:
             cut = other.kind == "bind" and other.value.graph == NO_GRAPH and other.value.op == "cut"
@@ -74,8 +75,10 @@ def _is_reset_elsewhere(event: Event, cls: Class, program: Program) -> bool:
                 if other.value.graph == NO_GRAPH:
                     return True
             elif "." in other.name and not other.name.startswith("self."):
-                return True
-    return False
+                outside.add(function)
+    # Reset by the program: enough if every function with a backward pass does it, or a helper for all of them.
+    runs = {function for function in program.functions if any(other.kind == "backward" for other in function.events)}
+    return bool(outside) and (runs <= outside or not outside <= runs)
 
 
 def find_create_graph(program: Program) -> Iterator[Report]:
@@ -160,7 +163,7 @@ def find_metric_states(program: Program) -> Iterator[Report]:
             continue
         emptied = set()
         for name, method in cls.methods.items():
-            if name != "__init__":
+            if name != "__init__" and (not _is_fed(cls, program) or _is_called(name, program)):
                 emptied |= {event.name[5:] for event in method.events if is_reset(event, event.name)}
         for name in _METRIC_CALLS & set(cls.methods):
             first = next(
@@ -170,9 +173,22 @@ def find_metric_states(program: Program) -> Iterator[Report]:
                 yield Report(
                     "MF117",
                     first.node,
-                    f"`{first.name}` gets every batch and nothing in {cls.name} empties it: it grows with each call.",
+                    f"`{first.name}` gets every batch and nothing empties it: it grows with each call of the {cls.name}.",
                     "Give it a reset() for each epoch, keep counts or bins in place of predictions, or keep them on the CPU.",
                 )
+
+
+def _is_fed(cls: Class, program: Program) -> bool:
+    """Whether this file gives an object of the class its batches: `metric.update(x)`, `metric(x)`."""
+    for event in events_of(program, "call"):
+        if event.base.kind in ("object", "module") and event.base.target is cls and event.function not in cls.methods.values():
+            if event.name.rpartition(".")[2] in _METRIC_CALLS or "." not in event.name:
+                return True
+    return False
+
+
+def _is_called(method: str, program: Program) -> bool:
+    return method in _METRIC_CALLS or any(event.name.endswith(f".{method}") for event in events_of(program, "call"))
 
 
 def _is_list(value: Value) -> bool:

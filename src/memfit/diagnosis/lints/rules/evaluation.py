@@ -214,10 +214,12 @@ def _is_reduced(node: ast.AST, parents: dict[ast.AST, ast.AST], function: Functi
 
 def find_attached_teachers(program: Program) -> Iterator[Report]:
     """A teacher that is never trained runs with gradients on inside the training loop."""
-    frozen = {owner for function in program.functions for event in function.events for owner in _frozen_by(event)}
+    everywhere = {owner for function in program.functions for event in function.events for owner in _frozen_by(event)}
+    of_objects = {owner for owner in everywhere if owner.startswith("self.")}
     for function in program.functions:
         if not function.trains:
             continue
+        frozen = of_objects.union(*(_frozen_by(event) for event in (*function.events, *program.main.events)))
         trained = {owner for other in function.events for owner in other.value.owners if other.value.kind == "optimizer"}
         in_eval = {other.name.rpartition(".")[0] for other in function.events if other.kind == "call" and is_eval_call(other)}
         for event in function.events:

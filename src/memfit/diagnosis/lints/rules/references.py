@@ -88,17 +88,16 @@ def find_filling_hooks(program: Program) -> Iterator[Report]:
         return
     backward = _hook_functions(program, "backward")
     registering = {event.function for event in events_of(program, "call") if event.name.rpartition(".")[2] in _HOOKS}
-    emptied = {
-        event.name.rpartition(".")[2]
-        for event in events_of(program, "empty", "bind")
-        if event.function not in backward
-        and event.function not in registering
-        and event.function is not program.main
-        and (event.kind == "empty" or event.value.kind == "list")
-        and not (event.function is not None and event.function.name == "__init__")
-    }
-    if any(event.kind == "empty" for event in program.main.events):
-        emptied |= {event.name.rpartition(".")[2] for event in program.main.events if event.kind == "empty"}
+    where: dict[str, set[Function]] = {}
+    for event in events_of(program, "empty", "bind"):
+        function = event.function
+        assert function is not None
+        first = function is program.main or function.name == "__init__" or function in registering  # where the list is made
+        if function not in backward and (event.kind == "empty" or (event.value.kind == "list" and not first)):
+            where.setdefault(event.name.rpartition(".")[2], set()).add(function)
+    # Every function that runs a module must empty the list, or a helper or method for all of them.
+    runs = {event.function for event in events_of(program, "call") if event.base.kind == "module" and _is_run(event)}
+    emptied = {name for name, functions in where.items() if runs <= functions or not functions <= runs}
     for function in hooks:
         for event in function.events:
             if event.kind != "store" or not isinstance(event.node, ast.Call) or event.context.arms:
@@ -117,6 +116,12 @@ def find_filling_hooks(program: Program) -> Iterator[Report]:
                 "torch.no_grad() no backward comes, and detach() does not help.",
                 "Return early unless torch.is_grad_enabled(), overwrite instead of appending, or remove the handle for evaluation.",
             )
+
+
+def _is_run(event: Event) -> bool:
+    """Whether the call runs a network, and is not one module calling another."""
+    inner = event.function is not None and event.function.cls is not None and event.function.cls.is_module
+    return event.value.kind == "tensor" and not inner
 
 
 def _hook_functions(program: Program, kind: str) -> set[Function]:
