@@ -316,6 +316,26 @@ FOUND = {
                 with torch.no_grad():
                     metric.update(net(x))
         """,
+    "a meter that is fed with losses": """
+        class AverageMeter:
+            def __init__(self):
+                self.reset()
+
+            def reset(self):
+                self.sum, self.count, self.last = 0.0, 0, None
+
+            def update(self, value, n=1):
+                self.last = value
+                self.sum += value * n  # <- MF105
+                self.count += n
+
+        def fit(net, loader):
+            losses = AverageMeter()
+            for x in loader:
+                loss = net(x).mean()
+                loss.backward()
+                losses.update(loss, len(x))
+        """,
     "errors in a tuple, as exc_info, and carried to the next try": """
         import sys
 
@@ -437,6 +457,13 @@ QUIET = {
                 loss.backward(retain_graph=True)
                 g = torch.autograd.grad(loss, x)
 
+        def heads(trunk, heads, loader):
+            heads = nn.ModuleList(heads)
+            for x in loader:
+                shared = trunk(x)
+                for head in heads:
+                    head(shared).mean().backward(retain_graph=True)
+
         def given(net, loader):
             for x in loader:
                 loss = net(x).mean()
@@ -473,6 +500,24 @@ QUIET = {
                 metric.reset()
                 for x in loader:
                     metric.update(x)
+        """,
+    "a meter that is fed with numbers, and a list that is kept short": """
+        class AverageMeter:
+            def __init__(self):
+                self.sum, self.count = 0.0, 0
+
+            def update(self, value, n=1):
+                self.sum += value * n
+                self.count += n
+
+        def fit(net, loader):
+            losses, last = AverageMeter(), []
+            for x in loader:
+                loss = net(x).mean()
+                loss.backward()
+                losses.update(loss.item(), len(x))
+                last.append(loss)
+                last = last[-10:]
         """,
     "cycles over short things": """
         from itertools import cycle

@@ -79,7 +79,9 @@ def is_reset(event: Event, name: str) -> bool:
         return True
     if event.kind != "bind" or not isinstance(event.stmt, (ast.Assign, ast.AnnAssign)):
         return event.kind == "bind"
-    return name not in names_in(event.stmt.value)
+    value = event.stmt.value
+    shortened = isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Slice)  # last = last[-10:]
+    return shortened or name not in names_in(value)
 
 
 def survives(event: Event, name: str, loop: LoopNode) -> bool:

@@ -42,6 +42,31 @@ def find_growing_attributes(program: Program) -> Iterator[Report]:
         )
 
 
+def find_fed_sums(program: Program) -> Iterator[Report]:
+    """`self.sum += value * n` in a meter that some training loop of this file feeds with a loss that has its graph."""
+    for event in events_of(program, "augment"):
+        function = event.function
+        assert function is not None
+        if (
+            function.cls is None
+            or function.cls.is_module
+            or function.trains
+            or event.context.loops
+            or not event.name.startswith("self.")
+        ):
+            continue
+        fed = any(value.graph == GRAPH and context.loops for given, context in function.sites for value in given.values())
+        reset = any(is_reset(other, event.name) and other.index < event.index for other in function.events)
+        if event.value.graph == GRAPH and fed and not reset:
+            yield Report(
+                "MF105",
+                event.stmt,
+                f"`{event.name}` adds up what {function.cls.name}.{function.name} is given, and a loop of this file gives it tensors with "
+                "their graphs: it keeps the graph of every step.",
+                "Give it numbers (`loss.item()`), or detach here.",
+            )
+
+
 def find_growing_entries(program: Program) -> Iterator[Report]:
     """`self.shadow[name] = 0.99 * self.shadow[name] + 0.01 * p`: an average of parameters that are not detached."""
     for event in events_of(program, "store"):
@@ -181,9 +206,10 @@ def find_metric_states(program: Program) -> Iterator[Report]:
 def _is_fed(cls: Class, program: Program) -> bool:
     """Whether this file gives an object of the class its batches: `metric.update(x)`, `metric(x)`."""
     for event in events_of(program, "call"):
-        if event.base.kind in ("object", "module") and event.base.target is cls and event.function not in cls.methods.values():
-            if event.name.rpartition(".")[2] in _METRIC_CALLS or "." not in event.name:
-                return True
+        feeds = event.name.rpartition(".")[2] in _METRIC_CALLS or "." not in event.name
+        an_object = event.base.kind in ("object", "module") and event.base.target is cls
+        if feeds and an_object and event.function not in cls.methods.values():
+            return True
     return False
 
 
@@ -209,4 +235,4 @@ def _stores_input(event: Event, method: Function, lists: set[str]) -> bool:
     return dotted(stored) in inputs
 
 
-RULES = (find_growing_attributes, find_growing_entries, find_create_graph, find_step_outputs, find_metric_states)
+RULES = (find_growing_attributes, find_fed_sums, find_growing_entries, find_create_graph, find_step_outputs, find_metric_states)

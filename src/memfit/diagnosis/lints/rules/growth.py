@@ -243,7 +243,7 @@ def _is_needed(event: Event, backwards: list[Event]) -> bool:
     inner = event.context.loops[-1]
     assert event.function is not None
     made = {other.node for other in event.function.events if other.kind == "call" and inner in other.context.loops}
-    return not event.value.roots & made  # one graph, gone through in every turn
+    return not event.value.roots <= made  # a part of the graph is from before the loop and gone through in every turn
 
 
 RULES = (find_sums, find_lists, find_carried_states, find_needless_retains)
