@@ -279,6 +279,12 @@ def test_places_are_right_behind_letters_that_take_several_bytes():
     assert fix_text(program).text == program.replace("größe += verlust;", "größe += verlust.detach();")
 
 
+def test_form_feeds_and_other_separators_do_not_move_the_lines():
+    program = HEADER + 'NOTE = "a\u2028b"\n\x0c\ndef f(net, x, y):\n    logits = net(x); loss = 0\n'
+    program += "    loss = F.cross_entropy(logits, y)\n    loss.backward()\n"
+    assert fix_text(program).text == program.replace("    loss.backward", "    del logits\n    loss.backward")
+
+
 def test_the_diff_is_one_that_patch_takes():
     text = HEADER + "def f(net, x, y):\n    a = net(x)\n    l = F.cross_entropy(a, y)\n    l.backward()"
     assert diff(text, fix_text(text).text, "train.py").splitlines() == [

@@ -11,6 +11,7 @@ import json
 import re
 import tokenize
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 _IGNORE = re.compile(r"#\s*memfit:\s*ignore(?:\[([^\]]*)\])?")
@@ -43,9 +44,12 @@ class Source:
 
     def column(self, line: int, offset: int) -> int:
         """The 1-based column in characters of a 0-based offset in UTF-8 bytes."""
-        lines = self.text.splitlines()
-        before = lines[line - 1].encode()[:offset] if line <= len(lines) else b""
+        before = self._lines[line - 1].encode()[:offset] if line <= len(self._lines) else b""
         return len(before.decode(errors="replace")) + 1
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return re.split(r"\r\n|\r|\n", self.text)  # as Python counts them: str.splitlines also splits at form feeds
 
     def ignores(self, line: int, code: str) -> bool:
         """Whether a comment on the line silences the code."""
