@@ -280,9 +280,12 @@ def test_places_are_right_behind_letters_that_take_several_bytes():
 
 
 def test_form_feeds_and_other_separators_do_not_move_the_lines():
-    program = HEADER + 'NOTE = "a\u2028b"\n\x0c\ndef f(net, x, y):\n    logits = net(x); loss = 0\n'
-    program += "    loss = F.cross_entropy(logits, y)\n    loss.backward()\n"
-    assert fix_text(program).text == program.replace("    loss.backward", "    del logits\n    loss.backward")
+    program = (
+        HEADER
+        + 'NOTE = "a\u2028b"\n\x0c\ndef f(net, loader):\n    total = 0\n    for x in loader:\n        loss = net(x).mean()\n'
+    )
+    program += "        loss.backward()\n#\n#\n        total += loss\n"
+    assert fix_text(program).text == program.replace("+= loss", "+= loss.detach()")
 
 
 def test_the_diff_is_one_that_patch_takes():
