@@ -13,6 +13,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.core import trace as core
 from memfit.engine import packing
 from memfit.engine.cell import Call, Cell, Handle, PackedCell, StorageRef
+from memfit.core.liveness import DeadName
 from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, is_top_dispatch_mode, is_transformed, num_holders
 from memfit.measurement.backends import Backend
@@ -102,6 +104,7 @@ class Recorder(TorchDispatchMode):
         self._handle_storage: dict[int, _Storage] = {}
         self._current: dict[str, Any] | None = None
         self._estimates: dict[Any, int] = {}
+        self._dead: list[tuple[int, _Storage, DeadName]] = []
         self._overhead_seconds = 0.0
         self._start_seconds = 0.0
         self._num_operations = 0
@@ -164,6 +167,10 @@ class Recorder(TorchDispatchMode):
         meta["measured_peak_bytes"] = self.peak_bytes
         meta["measured_peak_phase"] = self.peak_phase
         meta["num_operations"] = self._num_operations
+        meta["dead_names"] = [
+            {"event": len(self._prelude) + position, "storage": renumber[watched.index], **asdict(name)}
+            for position, watched, name in self._dead
+        ]
         meta["num_threads"] = torch.get_num_threads()
         trace = core.Trace(
             device=self.backend.name,
@@ -258,6 +265,15 @@ class Recorder(TorchDispatchMode):
     def live_bytes_by_kind(self) -> list[tuple[str, int]]:
         """Bytes alive now, largest kind first. What is restored counts as activation."""
         return sorted(self._live_by_kind.items(), key=lambda item: -item[1])
+
+    def note_dead(self, tensor: torch.Tensor, name: DeadName, is_only: bool) -> None:
+        """The program reads this name no more. is_only: nothing but the name holds the tensor object; a view of it may."""
+        if not (self._is_on and is_only and _has_storage(tensor)):
+            return
+        storage = tensor.untyped_storage()
+        watched = self._watched.get(storage._cdata)
+        if watched is not None and not watched.own and num_holders(storage) <= len(watched.handles) + 1:
+            self._dead.append((len(self._events), watched, name))
 
     def _reclassify(self, watched: _Storage, kind: str) -> None:
         if watched.ref() is not None:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -29,7 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memfit.core.errors import MemfitError, TraceError
 from memfit.core.result import Result
 from memfit.core.trace import Trace
+from memfit.runtime.loading import releasing_imports
 from memfit.runtime.session import OnProgress, Session
+from memfit.techniques import release as technique
 
 _READ_AT_LOAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
 
@@ -47,19 +49,22 @@ class ScriptRun:
     error: BaseException | None
 
 
-def run_script(path: str, args: list[str], session: Session, allow: str) -> ScriptRun:
+def run_script(path: str, args: list[str], session: Session, allow: str, *, release: bool = True) -> ScriptRun:
     """Run the script inside the session, which must not have been entered yet; its result is completed with how the script ended.
 
+    release: whether dead names of the script and of its own modules are let go (techniques.release).
     Raises what the session raises before the script begins; everything later is in the ScriptRun.
     """
     before = {name: os.environ.get(name) for name in _READ_AT_LOAD}
     error: BaseException | None = None
     session.__enter__()
+    stop_releasing = technique.releases.start(technique.RELEASE if release else technique.KEEP)
     try:
         execute(path, args)
     except BaseException as caught:
         error = caught
     finally:
+        stop_releasing()
         session.__exit__(type(error) if error is not None else None, error, None)
     if error is None:
         error = session.refusal  # the script caught it and went on to its end; the budget was not held all the same
@@ -92,6 +97,7 @@ def trace_script(path: str, args: list[str], on_progress: OnProgress | None = No
 
     session = Session(None, None, on_progress=on_progress, on_trace=stop)
     hook = register_optimizer_step_pre_hook(stop_again)
+    stop_noting = technique.releases.start(technique.NOTE)
     error: BaseException | None = None
     try:
         with session:
@@ -99,6 +105,7 @@ def trace_script(path: str, args: list[str], on_progress: OnProgress | None = No
     except (_Enough, SystemExit) as caught:
         error = caught
     finally:
+        stop_noting()
         hook.remove()
     if not is_done and isinstance(error, SystemExit) and exit_code_of(error):
         raise error
@@ -135,9 +142,9 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 def execute(path: str, args: list[str]) -> None:
-    """Run the file as `__main__`. Raises what it raises, SyntaxError and SystemExit included."""
+    """Run the file as `__main__`, with its releases if such have been started. Raises what it raises, SyntaxError and SystemExit too."""
     file = os.path.abspath(path)  # as Python has it since 3.9; symbolic links are not followed here, but in sys.path[0]
-    code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+    code = technique.load_code(Path(file).read_bytes(), file, is_main=True)
     main = ModuleType("__main__")
     main.__dict__.update(
         __file__=file,
@@ -147,7 +154,11 @@ def execute(path: str, args: list[str]) -> None:
         __spec__=None,
         __cached__=None,
     )
-    with _world_of(main, [path, *args]):
+    own_modules: AbstractContextManager[None] = contextlib.nullcontext()
+    if technique.releases.mode != technique.KEEP:
+        main.__dict__[technique.NAME] = technique.let_go
+        own_modules = releasing_imports(os.path.dirname(file))
+    with _world_of(main, [path, *args]), own_modules:
         known = set(threading.enumerate())
         try:
             exec(code, main.__dict__)

@@ -43,6 +43,7 @@ from memfit.runtime.guard import Guard
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.runtime.watch import SizeWatch
 from memfit.techniques import recompute
+from memfit.techniques.release import releases
 
 OnProgress = Callable[[str, int, int | None], None]
 
@@ -349,6 +350,7 @@ class Session:
         else:
             tape.observer = recorder
         self._recorder = recorder
+        releases.watch = recorder.note_dead
         self._step_start = time.perf_counter()
         recorder.start()
 
@@ -388,6 +390,7 @@ class Session:
 
     def _stop_recorder(self) -> None:
         if self._recorder is not None:
+            releases.watch = None
             self._recorder.stop()
             self._recorder = None
         self._guard = None
