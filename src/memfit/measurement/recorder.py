@@ -266,13 +266,10 @@ class Recorder(TorchDispatchMode):
         """Bytes alive now, largest kind first. What is restored counts as activation."""
         return sorted(self._live_by_kind.items(), key=lambda item: -item[1])
 
-    def note_dead(self, tensor: torch.Tensor, name: DeadName, is_only: bool) -> None:
-        """The program reads this name no more. is_only: nothing but the name holds the tensor object; a view of it may."""
-        if not (self._is_on and is_only and _has_storage(tensor)):
-            return
-        storage = tensor.untyped_storage()
+    def note_dead(self, storage: torch.UntypedStorage, name: DeadName) -> None:
+        """The program reads this name no more, and it may have been the last one the program had of the storage."""
         watched = self._watched.get(storage._cdata)
-        if watched is not None and not watched.own and num_holders(storage) <= len(watched.handles) + 1:
+        if self._is_on and watched is not None and num_holders(storage) <= len(watched.handles) + 1:
             self._dead.append((len(self._events), watched, name))
 
     def _reclassify(self, watched: _Storage, kind: str) -> None:

@@ -350,9 +350,9 @@ class Session:
         else:
             tape.observer = recorder
         self._recorder = recorder
-        releases.watch = recorder.note_dead
         self._step_start = time.perf_counter()
         recorder.start()
+        releases.follow(recorder.note_dead)
 
     def _end_measured_step(self) -> None:
         assert self._recorder is not None
@@ -390,7 +390,7 @@ class Session:
 
     def _stop_recorder(self) -> None:
         if self._recorder is not None:
-            releases.watch = None
+            releases.watch = None  # until the next measured step
             self._recorder.stop()
             self._recorder = None
         self._guard = None

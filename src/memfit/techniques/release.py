@@ -18,10 +18,10 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
-from weakref import getweakrefcount
 
 import torch
 
@@ -38,23 +38,19 @@ _MAX_ELEMENTS = 4096  # of a container that is looked through
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device, slice)
 
 
-# Told of a tensor that dies with a name: (tensor, name, whether only the name holds this tensor object).
-Watch = Callable[[torch.Tensor, DeadName, bool], None]
+# Told of a storage that may die with a name: (storage, name). Called where only the name holds the tensor; a view may hold the storage.
+Watch = Callable[[torch.UntypedStorage, DeadName], None]
 
 
 class Releases:
-    """What `let_go` does, for the whole process: a program is loaded once, and functions outlive every session."""
+    """What `let_go` does, for the whole process: a program is loaded once, and its functions outlive every session."""
 
     def __init__(self) -> None:
         self.mode = KEEP
-        self.watch: Watch | None = None
         self.sites: list[DeadName] = []
         self.stopped_by = ""  # what in the program may read names unseen, as 'train.py, line 12: data_ptr'
-
-    def stop(self, reason: str) -> None:
-        """Let nothing go any more: from here on somebody may read what no name shows."""
-        self.mode = KEEP
-        self.stopped_by = self.stopped_by or reason
+        self.watch: Watch | None = None
+        self._noted: list[tuple[weakref.ref[torch.UntypedStorage], DeadName]] = []
 
     def start(self, mode: str) -> Callable[[], None]:
         """Begin for a new program; the returned function ends it. Under a debugger or tracer nothing is ever let go."""
@@ -63,9 +59,30 @@ class Releases:
             self.stop("a debugger or tracer is at work")
 
         def end() -> None:
-            self.mode, self.watch = KEEP, None
+            self.mode = KEEP
+            self.follow(None)
 
         return end
+
+    def stop(self, reason: str) -> None:
+        """Let nothing go any more: from here on somebody may read what no name shows."""
+        self.mode = KEEP
+        self.stopped_by = self.stopped_by or reason
+
+    def follow(self, watch: Watch | None) -> None:
+        """Tell the watch of what dies from now on, and of what died before and is held all the same."""
+        self.watch = watch
+        noted, self._noted = self._noted, []
+        for ref, name in noted:
+            if watch is not None and (storage := ref()) is not None:
+                self.tell(storage, name)
+
+    def tell(self, storage: torch.UntypedStorage, name: DeadName) -> None:
+        """A storage may die with the name."""
+        if self.watch is not None:
+            self.watch(storage, name)
+        if self.mode == NOTE:
+            self._noted.append((weakref.ref(storage), name))
 
 
 releases = Releases()
@@ -85,8 +102,8 @@ def let_go(value: Any, site: int) -> Any:
         own, *inside = _count_refs(value, tensors)
         is_alone = kind is torch.Tensor or own <= _ALONE_CONTAINER
         for tensor, num_refs in zip(tensors, inside, strict=True):
-            is_only = is_alone and num_refs <= (_ALONE if tensor is value else _ALONE_INSIDE)
-            releases.watch(tensor, releases.sites[site], is_only)
+            if is_alone and num_refs <= (_ALONE if tensor is value else _ALONE_INSIDE):
+                releases.tell(tensor.untyped_storage(), releases.sites[site])
     return value if releases.mode == NOTE else None
 
 
@@ -103,7 +120,7 @@ def _is_droppable(value: Any, tensors: list[torch.Tensor]) -> bool:
         kind = type(each)
         if isinstance(each, _PLAIN) or id(each) in seen:
             continue
-        if len(seen) == _MAX_ELEMENTS or getweakrefcount(each):
+        if len(seen) == _MAX_ELEMENTS or weakref.getweakrefcount(each):
             return False
         seen.add(id(each))
         if kind is torch.Tensor or kind is torch.nn.Parameter:
