@@ -123,13 +123,15 @@ def run_script(
     allow: str = BITWISE,
     plan: Plan | None = None,
     verify: str = "3",
+    release: bool = True,
     on_progress: OnProgress | None = None,
 ) -> ScriptRun:
     """Run a script as `python path args…` would, its training held to the budget.
 
+    release: let go of the script's names where it has read them for the last time, as a `del` there would (techniques.release).
     Raises as `fit` does for what is wrong before the script begins; all that comes later is in the ScriptRun.
     """
     from memfit.runtime.script import run_script
 
     session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
-    return run_script(path, args, session, allow)
+    return run_script(path, args, session, allow, release=release)

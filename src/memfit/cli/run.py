@@ -44,6 +44,9 @@ def run(
     verify: Annotated[
         str, typer.Option(metavar="N|always|off", help="Compare restored tensors in the first N planned steps.")
     ] = "3",
+    release: Annotated[
+        bool, typer.Option("--release/--no-release", help="Let go of variables after their last use, as `del` would.")
+    ] = True,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="All moves; progress; tracebacks of errors.")] = False,
 ) -> None:
     """Run SCRIPT inside a memory budget, with the same results.
@@ -69,6 +72,7 @@ def run(
                 allow=allow.value,
                 plan=chosen,
                 verify=verify,
+                release=release,
                 on_progress=on_progress if verbose or console.is_terminal else _say_nothing,
             )
         if ran.result is not None:

@@ -24,10 +24,11 @@ class Dead:
 def dead_in(trace: Trace) -> list[Dead]:
     """What died in the traced step before the program let go of it, in order of time; names let go at once included."""
     known = [each.name for each in fields(DeadName)]
-    return [
-        Dead(DeadName(**{name: _tuple(row[name]) for name in known}), row["storage"], row["event"])
-        for row in trace.meta.get("dead_names", ())
-    ]
+    found = []
+    for row in trace.meta.get("dead_names", ()):
+        name = DeadName(**{each: row[each] for each in known})
+        found.append(Dead(replace(name, bound_lines=tuple(name.bound_lines)), row["storage"], row["event"]))  # JSON has lists
+    return found
 
 
 def let_go_early(trace: Trace, dead: Iterable[Dead]) -> Trace:
@@ -59,7 +60,3 @@ def bytes_of_names(trace: Trace) -> dict[DeadName, int]:
     for each in dead_in(trace):
         sums[each.name] = sums.get(each.name, 0) + trace.storages[each.storage].nbytes
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def _tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value

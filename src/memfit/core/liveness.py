@@ -14,12 +14,15 @@ import symtable
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from memfit.core.bindings import binds, deletes, never_ours, reads, targets
 from memfit.core.unseen import reads_its_globals, reads_its_locals
 
 MODULE = "<module>"
 _Names = frozenset[str]
+_Lines = frozenset[int]
 _NONE: _Names = frozenset()
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Loops = ast.For | ast.AsyncFor | ast.While
+_TRIES: tuple[type[ast.Try], ...] = (ast.Try, getattr(ast, "TryStar", ast.Try))  # `except*` since Python 3.11
 _COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp")  # they run at once; a generator expression runs later
 
 
@@ -73,7 +76,9 @@ def find_deaths(tree: ast.Module, source: str | bytes, path: str, *, with_module
         names -= _read_later(own, symtable.Symbol.is_free)
         given = function.args
         parameters = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
-        found += _Scope(path, name, function.body, names).find({each.arg: each.lineno for each in parameters if each is not None})
+        found += _Scope(path, name, function.body, names).find(
+            {each.arg: each.lineno for each in parameters if each is not None}
+        )
     return found
 
 
@@ -106,93 +111,7 @@ def _read_later(
     return names
 
 
-# ---- what a statement does -----------------------------------------------------------------------------------------------------
-
-
-def _reads(*nodes: ast.AST | None) -> _Names:
-    """Names read somewhere in the nodes: more than are, where a comprehension has names of its own."""
-    found = set()
-    for root in nodes:
-        for node in ast.walk(root) if root is not None else ():
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                found.add(node.id)
-            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-                found.add(node.target.id)
-    return frozenset(found)
-
-
-def _binds(*nodes: ast.AST | None) -> dict[str, int]:
-    """Names that may be bound in the nodes, scopes and comprehensions inside them left out, and the line each is bound in."""
-    found: dict[str, int] = {}
-    stack = [node for node in nodes if node is not None]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found[node.id] = node.lineno
-        elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
-            found[node.name] = node.lineno
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            found[node.rest] = node.lineno
-        if isinstance(node, ast.comprehension):
-            stack += [node.iter, *node.ifs]  # its target is its own; what `:=` binds in it is ours
-        elif not isinstance(node, (*_SCOPES, ast.Lambda)):
-            stack += ast.iter_child_nodes(node)
-    return found
-
-
-def _targets(stmt: ast.stmt) -> dict[str, int]:
-    """Names a simple statement binds for sure once it has run."""
-    if isinstance(stmt, ast.Assign):
-        return _binds(*stmt.targets)
-    if isinstance(stmt, ast.AugAssign) or (isinstance(stmt, ast.AnnAssign) and stmt.value is not None):
-        return _binds(stmt.target)
-    return {}
-
-
-def _deletes(stmt: ast.AST) -> _Names:
-    return frozenset(n.id for n in ast.walk(stmt) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Del))
-
-
-def _never_ours(body: list[ast.stmt]) -> set[str]:
-    """Names bound to what is no tensor: functions, classes, modules, exceptions, numbers and texts; and `self`."""
-    names = {"self", "cls"} | _numbers(body)
-    for root in body:
-        for node in ast.walk(root):
-            if isinstance(node, _SCOPES):
-                names.add(node.name)
-            elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ExceptHandler) and node.name:
-                names.add(node.name)
-            elif isinstance(node, (ast.Global, ast.Nonlocal)):
-                names |= set(node.names)
-    return names
-
-
-def _numbers(body: list[ast.stmt]) -> set[str]:
-    """Names that are only ever bound to a number or a text: a loop over `range` would pay for asking each time."""
-    bindings: list[tuple[ast.AST, bool]] = []
-    for node in (node for root in body for node in ast.walk(root)):
-        if isinstance(node, ast.Assign):
-            bindings += [(target, _is_number(node.value)) for target in node.targets]
-        elif isinstance(node, ast.AugAssign):
-            bindings.append((node.target, _is_number(node.value)))
-        elif isinstance(node, (ast.For, ast.AsyncFor)):
-            called = node.iter.func.id if isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Name) else ""
-            if called == "enumerate" and isinstance(node.target, ast.Tuple):
-                bindings += [(target, index == 0) for index, target in enumerate(node.target.elts)]
-            else:
-                bindings.append((node.target, called == "range"))
-        else:
-            bindings += [(each, False) for each in ast.iter_child_nodes(node) if isinstance(each, ast.Name)]
-    known = {node.id for node, is_number in bindings if isinstance(node, ast.Name) and is_number}
-    return known - {name for node, is_number in bindings if not is_number for name in _binds(node)}
-
-
-def _is_number(node: ast.expr) -> bool:
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id in ("len", "int", "float", "bool", "str", "range")
-    return isinstance(node, (ast.Constant, ast.JoinedStr))
+# ---- one scope -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -211,9 +130,6 @@ class _State:
 
     held: Mapping[str, _Lines]
     bound: _Names
-
-
-_Lines = frozenset[int]
 
 
 @dataclass
@@ -244,16 +160,18 @@ class _Scope:
         self._function = function
         self._body = body
         # Python mangles `__name` in classes, and a name the program deletes is never known to be bound.
-        self._names = {name for name in names - _never_ours(body) if not name.startswith("__")}
-        self._deleted = frozenset().union(*(_deletes(stmt) for stmt in body))
+        self._names = {name for name in names - never_ours(body) if not name.startswith("__")}
+        self._deleted = frozenset().union(*(deletes(stmt) for stmt in body))
         self._before: dict[ast.stmt, _Names] = {}
         self._after: dict[ast.stmt, _Names] = {}
         self._found: dict[tuple[int, int], list[Death]] = {}
 
     def find(self, parameters: Mapping[str, int]) -> list[Death]:
         self._live_block(self._body, _NONE, _Ways())
-        self._walk_block(self._body, self._bind(_State({}, _NONE), parameters), _Loop(), self._body[0].lineno if self._body else 0)
-        return [death for deaths in self._found.values() for death in deaths]
+        self._walk_block(
+            self._body, self._bind(_State({}, _NONE), parameters), _Loop(), self._body[0].lineno if self._body else 0
+        )
+        return [death for found in self._found.values() for death in found]
 
     # ---- backward: who is live -------------------------------------------------------------------------------------------------
 
@@ -267,39 +185,36 @@ class _Scope:
 
     def _live(self, stmt: ast.stmt, out: _Names, ways: _Ways) -> _Names:
         if isinstance(stmt, ast.If):
-            return _reads(stmt.test) | self._live_block(stmt.body, out, ways) | self._live_block(stmt.orelse, out, ways)
+            return reads(stmt.test) | self._live_block(stmt.body, out, ways) | self._live_block(stmt.orelse, out, ways)
         if isinstance(stmt, (ast.For, ast.AsyncFor, ast.While)):
             return self._live_loop(stmt, out, ways)
         if isinstance(stmt, (ast.With, ast.AsyncWith)):
             inner = replace(ways, on_raise=ways.on_raise | out)  # the context may swallow an exception
-            return _reads(*stmt.items) | self._live_block(stmt.body, out, inner)
-        if hasattr(stmt, "handlers"):
+            return reads(*stmt.items) | self._live_block(stmt.body, out, inner)
+        if isinstance(stmt, _TRIES):
             return self._live_try(stmt, out, ways)
         if isinstance(stmt, ast.Match):
-            cases = [_reads(case.pattern, case.guard) | self._live_block(case.body, out, ways) for case in stmt.cases]
-            return _reads(stmt.subject).union(out, *cases)
+            cases = [reads(case.pattern, case.guard) | self._live_block(case.body, out, ways) for case in stmt.cases]
+            return reads(stmt.subject).union(out, *cases)
         if isinstance(stmt, ast.Return):
-            return _reads(stmt) | ways.on_return
+            return reads(stmt) | ways.on_return
         if isinstance(stmt, ast.Raise):
-            return _reads(stmt) | ways.on_raise
+            return reads(stmt) | ways.on_raise
         if isinstance(stmt, ast.Break):
             return ways.on_break
         if isinstance(stmt, ast.Continue):
             return ways.on_continue
-        return (out - _targets(stmt).keys() - _deletes(stmt)) | _reads(stmt)
+        return (out - targets(stmt).keys() - deletes(stmt)) | reads(stmt)
 
-    def _live_loop(self, stmt: ast.For | ast.AsyncFor | ast.While, out: _Names, ways: _Ways) -> _Names:
-        is_while = isinstance(stmt, ast.While)
-        ends = not (is_while and isinstance(stmt.test, ast.Constant) and stmt.test.value)
-        after = self._live_block(stmt.orelse, out, ways) if ends else _NONE
-        bound = _NONE if is_while else _binds(stmt.target).keys()
-        read = _reads(stmt.test if is_while else stmt.target)
+    def _live_loop(self, stmt: _Loops, out: _Names, ways: _Ways) -> _Names:
+        once, each_time, bound = _loop_parts(stmt)
+        after = _NONE if _is_endless(stmt) else self._live_block(stmt.orelse, out, ways)
         head = after
         while True:
             body = self._live_block(stmt.body, head, replace(ways, on_break=out, on_continue=head))
-            grown = head | (body - bound) | read
+            grown = head | (body - binds(bound).keys()) | reads(each_time, bound)
             if grown == head:
-                return head if is_while else head | _reads(stmt.iter)
+                return head | reads(once)
             head = grown
 
     def _live_try(self, stmt: ast.Try, out: _Names, ways: _Ways) -> _Names:
@@ -310,7 +225,7 @@ class _Scope:
             inner = _Ways(finally_in, finally_in, finally_in, finally_in)
         handlers = finally_in
         for handler in stmt.handlers:
-            handlers |= _reads(handler.type) | self._live_block(handler.body, out, inner)
+            handlers |= reads(handler.type) | self._live_block(handler.body, out, inner)
         after_body = self._live_block(stmt.orelse, out, inner)
         return handlers | self._live_block(stmt.body, after_body, replace(inner, on_raise=inner.on_raise | handlers))
 
@@ -328,9 +243,7 @@ class _Scope:
             state = self._release(block, index + 1, after, self._after[stmt], stmt.end_lineno or stmt.lineno, at_start=False)
         return state
 
-    def _release(
-        self, block: list[ast.stmt], index: int, state: _State, live: _Names, line: int, *, at_start: bool
-    ) -> _State:
+    def _release(self, block: list[ast.stmt], index: int, state: _State, live: _Names, line: int, *, at_start: bool) -> _State:
         self._found[id(block), index] = [  # a later walk of the same loop knows better
             Death(
                 DeadName(self._path, self._function, name, line, tuple(sorted(state.held[name])), at_start),
@@ -349,21 +262,23 @@ class _Scope:
 
     def _walk(self, stmt: ast.stmt, state: _State, loop: _Loop) -> _State | None:
         if isinstance(stmt, ast.If):
-            state = self._bind(state, _binds(stmt.test), for_sure=False)
+            state = self._bind(state, binds(stmt.test), for_sure=False)
             branches = [self._walk_block(block, state, loop, stmt.lineno) for block in (stmt.body, stmt.orelse)]
             return _join(branches)
         if isinstance(stmt, (ast.For, ast.AsyncFor, ast.While)):
             return self._walk_loop(stmt, state, loop)
         if isinstance(stmt, (ast.With, ast.AsyncWith)):
-            swallowed = self._bind(state, _binds(stmt), for_sure=False)
-            state = self._bind(state, _binds(*(item.optional_vars for item in stmt.items)))
+            swallowed = self._bind(state, binds(stmt), for_sure=False)
+            state = self._bind(state, binds(*(item.optional_vars for item in stmt.items)))
             return _join([self._walk_block(stmt.body, state, loop, stmt.lineno), swallowed])
-        if hasattr(stmt, "handlers"):
+        if isinstance(stmt, _TRIES):
             return self._walk_try(stmt, state, loop)
         if isinstance(stmt, ast.Match):
-            state = self._bind(state, _binds(stmt.subject), for_sure=False)
+            state = self._bind(state, binds(stmt.subject), for_sure=False)
             cases = [
-                self._walk_block(case.body, self._bind(state, _binds(case.pattern, case.guard), for_sure=False), loop, stmt.lineno)
+                self._walk_block(
+                    case.body, self._bind(state, binds(case.pattern, case.guard), for_sure=False), loop, stmt.lineno
+                )
                 for case in stmt.cases
             ]
             return _join([state, *cases])
@@ -372,39 +287,45 @@ class _Scope:
         if isinstance(stmt, (ast.Break, ast.Continue)):
             (loop.breaks if isinstance(stmt, ast.Break) else loop.continues).append(state)
             return None
-        deleted = _deletes(stmt)
+        deleted = deletes(stmt)
         held = {name: lines for name, lines in state.held.items() if name not in deleted}
-        state = self._bind(replace(state, held=held), _binds(stmt), for_sure=False)
-        return self._bind(state, _targets(stmt))
+        state = self._bind(replace(state, held=held), binds(stmt), for_sure=False)
+        return self._bind(state, targets(stmt))
 
-    def _walk_loop(self, stmt: ast.For | ast.AsyncFor | ast.While, state: _State, outer: _Loop) -> _State | None:
-        is_while = isinstance(stmt, ast.While)
-        is_endless = is_while and isinstance(stmt.test, ast.Constant) and bool(stmt.test.value)
-        state = self._bind(state, _binds(stmt.test if is_while else stmt.iter), for_sure=False)
-        head = state
+    def _walk_loop(self, stmt: _Loops, state: _State, outer: _Loop) -> _State | None:
+        once, each_time, bound = _loop_parts(stmt)
+        head = state = self._bind(state, binds(once, each_time), for_sure=False)
         while True:
             loop = _Loop()
-            start = head if is_while else self._bind(head, _binds(stmt.target))
-            end = self._walk_block(stmt.body, start, loop, stmt.lineno)
+            end = self._walk_block(stmt.body, self._bind(head, binds(bound)), loop, stmt.lineno)
             grown = _join([state, end, *loop.continues])
             assert grown is not None
             if grown == head:
                 break
             head = grown
-        after = None if is_endless else self._walk_block(stmt.orelse, head, outer, stmt.lineno)
+        after = None if _is_endless(stmt) else self._walk_block(stmt.orelse, head, outer, stmt.lineno)
         return _join([after, *loop.breaks])
 
     def _walk_try(self, stmt: ast.Try, state: _State, loop: _Loop) -> _State | None:
         body = self._walk_block(stmt.body, state, loop, stmt.lineno)
-        failed = self._bind(state, _binds(*stmt.body), for_sure=False)
+        failed = self._bind(state, binds(*stmt.body), for_sure=False)
         handled = [self._walk_block(handler.body, failed, loop, handler.lineno) for handler in stmt.handlers]
         ended = _join([self._walk_block(stmt.orelse, body, loop, stmt.lineno), *handled])
         if not stmt.finalbody:
             return ended
-        final = self._walk_block(stmt.finalbody, self._bind(state, _binds(stmt), for_sure=False), loop, stmt.lineno)
+        final = self._walk_block(stmt.finalbody, self._bind(state, binds(stmt), for_sure=False), loop, stmt.lineno)
         if final is None or ended is None:
             return None
         return replace(final, bound=final.bound | ended.bound)
+
+
+def _loop_parts(stmt: _Loops) -> tuple[ast.expr | None, ast.expr | None, ast.expr | None]:
+    """What is evaluated once before the loop, what again each time, and what is bound each time."""
+    return (None, stmt.test, None) if isinstance(stmt, ast.While) else (stmt.iter, None, stmt.target)
+
+
+def _is_endless(stmt: _Loops) -> bool:
+    return isinstance(stmt, ast.While) and isinstance(stmt.test, ast.Constant) and bool(stmt.test.value)
 
 
 def _is_docstring(stmt: ast.stmt) -> bool:

@@ -50,8 +50,8 @@ def find_unseen_read(tree: ast.Module) -> str:
                 )
                 if called.attr in _BY_TEXT or (called.attr == "query" and is_text):  # pandas; `model.eval()` has no argument
                     return _say(node, called.attr)
-                if called.attr in ("stack", "trace") and isinstance(called.value, ast.Name) and called.value.id == "inspect":
-                    return _say(node, f"inspect.{called.attr}")
+            if _dotted(called) in ("inspect.stack", "inspect.trace"):
+                return _say(node, _dotted(called))
             for keyword in node.keywords:
                 if keyword.arg in _KEYWORDS:
                     return _say(node, keyword.arg)
@@ -70,9 +70,8 @@ def reads_its_globals(tree: ast.Module) -> bool:
     for node in ast.walk(tree):
         if _is_scope_read(node) or (isinstance(node, ast.Name) and node.id in ("globals", "fire")):
             return True
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if (node.value.id, node.attr) in (("sys", "modules"), ("fire", "Fire"), ("runpy", "run_path")):
-                return True
+        if _dotted(node) == "sys.modules":
+            return True
         if isinstance(node, (ast.Import, ast.ImportFrom)) and not {"__main__", "modules", "fire"}.isdisjoint(_words(node)):
             return True
     return False
@@ -82,6 +81,10 @@ def _is_scope_read(node: ast.AST) -> bool:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _OF_SCOPE:
         return not node.args
     return isinstance(node, ast.Name) and node.id in ("locals", *_BY_TEXT)
+
+
+def _dotted(node: ast.AST) -> str:
+    return f"{node.value.id}.{node.attr}" if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
 
 
 def _words(node: ast.AST) -> Iterator[str]:

@@ -92,7 +92,8 @@ def _say_released(session: Session) -> list[str]:
     if not named:
         return []
     shown = ", ".join(
-        f"`{name.name}` ({os.path.basename(name.path)}:{name.line}) {format_size(num_bytes)}" for name, num_bytes in named[:_NAMES_TOLD]
+        f"`{name.name}` ({os.path.basename(name.path)}:{name.line}) {format_size(num_bytes)}"
+        for name, num_bytes in named[:_NAMES_TOLD]
     )
     rest = f", and {len(named) - _NAMES_TOLD} more" if len(named) > _NAMES_TOLD else ""
     return [f"let go each step where last read: {shown}{rest}."]

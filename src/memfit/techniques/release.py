@@ -90,7 +90,7 @@ releases = Releases()
 
 def let_go(value: Any, site: int) -> Any:
     """None where the value may be dropped here; else the value itself. Called as `name = let_go(name, site)` and in no other way."""
-    kind = type(value)
+    kind: type = type(value)
     if kind is not torch.Tensor and not issubclass(kind, (list, tuple, dict)):
         return value
     if releases.mode == KEEP or torch.compiler.is_compiling():
@@ -146,14 +146,15 @@ def load_code(source: bytes, path: str, *, is_main: bool) -> CodeType:
         return plain
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler has said them once
-        tree: ast.Module = compile(source, path, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+        tree = ast.parse(source, path)
         if found := find_unseen_read(tree):
             releases.stop(f"{path}, {found}")
             return plain
         # From each block's end, so that the indices stay true.
         for death in sorted(find_deaths(tree, source, path, with_module=is_main), key=lambda each: -each.index):
-            death.block.insert(death.index, _statement(death, len(releases.sites)))
-            releases.sites.append(death.dead)
+            if not death.dead.function.endswith("__del__"):  # at Python's end it runs when the module's names are gone
+                death.block.insert(death.index, _statement(death, len(releases.sites)))
+                releases.sites.append(death.dead)
         return compile(tree, path, "exec", dont_inherit=True)
 
 
@@ -187,7 +188,8 @@ def _calibrate() -> tuple[int, int, int]:
     name: Any = torch.empty(0)
     _, alone = _count_alone(name)
     name = [torch.empty(0)]
-    return alone, *_count_alone(name)
+    container, inside = _count_alone(name)
+    return alone, container, inside
 
 
 _ALONE, _ALONE_CONTAINER, _ALONE_INSIDE = _calibrate()
