@@ -26,7 +26,7 @@ class FakeApi:
         self.traced: object = TRACE
         self.planned: object = PLAN
 
-    def run_script(self, path, args, *, budget, allow, plan, verify, on_progress):
+    def run_script(self, path, args, *, budget, allow, plan, verify, release, on_progress):
         self.calls.append((path, args, {"budget": budget, "allow": allow, "plan": plan, "verify": verify}))
         on_progress("measuring step 1", 0, None)
         return self._answer(self.ran)

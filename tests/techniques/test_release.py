@@ -305,7 +305,7 @@ else:
     ran = run_script(path, [], session, "bitwise", release=what == "release")
     if ran.error:
         raise ran.error
-    print(json.dumps([[replay(each).peak_bytes for each in session.traces], ran.result.messages]))
+    print(json.dumps([[replay(each).peak_bytes for each in session.traces], ran.result.messages, ran.result.let_go]))
 """
 
 
@@ -333,13 +333,14 @@ def peaks(folder: Path, source: str) -> tuple[dict, dict[str, str]]:
 def test_del_at_its_best_takes_three_of_four_stages_off_the_peak(tmp_path) -> None:
     numbers, outs = peaks(tmp_path, GUIDE)
     assert outs["keep"] == outs["release"] == outs["python"]  # losses and parameters to the last bit
-    (_, plain), _ = numbers["keep"]
-    (_, released), messages = numbers["release"]
+    (_, plain), _, nothing = numbers["keep"]
+    (_, released), messages, let_go = numbers["release"]
     # Four stages of 1 MiB are alive when the results are stacked; released, the peak is at the last stage's end, with only that
     # stage, and without the stack (4 x 16 floats). Last step's `out` (16 floats) and `loss` (1) are not alive either.
     assert plain - released == 3 * MIB + (4 * 16 + 16 + 1) * 4
     assert released < 0.3 * plain
-    assert "`answers_types_emb_all` (train.py:15) 1.00 MiB" in messages[0]
+    assert (nothing, messages) == ({}, [])
+    assert let_go["`answers_types_emb_all` (train.py:15)"] == MIB
     assert numbers["trace"][:2] == [plain, released]
 
 
@@ -432,5 +433,5 @@ def test_a_module_that_reads_frames_ends_all_releases(tmp_path) -> None:
     out = python(tmp_path, "peaks.py", "release", "train.py").splitlines()
     assert out[0] == python(tmp_path, "train.py").strip()
     (message,) = json.loads(out[-1])[1]
-    assert message.startswith("no dead name is let go, since the program may read variables without naming them (")
+    assert message.startswith("no variable is let go, since the program may read some without naming them (")
     assert message.endswith("look.py, line 3: f_locals).")

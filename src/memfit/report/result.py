@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -39,6 +39,7 @@ from memfit.report.drawing import (
     format_seconds,
 )
 
+_MAX_NAMES = 5  # of variables let go
 _ENDINGS = {
     FINISHED: "",
     EXITED: "the script ended itself with exit code {code}",
@@ -81,7 +82,8 @@ def _headline(result: Result) -> Text:
         over = format_size(result.peak_bytes - (result.budget_bytes or 0))
         return line.append(f"{program} went {over} over the budget of {budget}", style=BAD)
     if not result.installed:
-        return line.append(f"{program} fits into {budget} as it is; nothing was changed", style=GOOD)
+        how = "with dead variables let go" if result.let_go else "as it is; nothing was changed"
+        return line.append(f"{program} fits into {budget} {how}", style=GOOD)
     line.append(f"{program} stayed within {budget}", style=GOOD)
     if result.num_measured_steps < result.num_steps:  # claim no more than was read
         line.append(f", measured in {result.num_measured_steps} of {result.num_steps} steps")
@@ -123,11 +125,19 @@ def _facts(result: Result) -> list[tuple[str, str | Text]]:
         places = ", ".join(result.certificate.mismatched_places)
         facts.append(("Differed", Text(f"{places}; the run was stopped", style=BAD)))
     facts.append(("Steps", _steps(result)))
+    if result.let_go:
+        facts.append(("Let go", _let_go(result.let_go)))
     facts += [("Note" if index == 0 else "", message) for index, message in enumerate(result.messages)]
     if ending := _ENDINGS.get(result.exit_reason, result.exit_reason):
         text = Text(ending.format(code=result.exit_code), style=BAD)
         facts.append(("Ended", text.append(f": {result.error}" if result.error else "", style="not bold")))
     return facts
+
+
+def _let_go(names: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{name} {format_size(num_bytes)}" for name, num_bytes in [*names.items()][:_MAX_NAMES])
+    rest = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{shown}{rest}; each step, after their last use"
 
 
 def _peak(result: Result) -> str:

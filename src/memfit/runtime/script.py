@@ -29,14 +29,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memfit.core.dead import bytes_of_names
 from memfit.core.errors import MemfitError, TraceError
 from memfit.core.result import Result
-from memfit.core.sizes import format_size
 from memfit.core.trace import Trace
 from memfit.runtime.loading import releasing_imports
 from memfit.runtime.session import OnProgress, Session
 from memfit.techniques import release as technique
 
-_NAMES_TOLD = 5
-_SMALLEST_TOLD_BYTES = 1024
+_SMALLEST_TOLD_BYTES = 1024  # of variables let go
 _READ_AT_LOAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
 
 
@@ -78,25 +76,22 @@ def run_script(path: str, args: list[str], session: Session, allow: str, *, rele
             f"the script sets {', '.join(changed)}, which torch reads while it is loaded, and under memfit it was loaded before: "
             "set it in the shell, or results may differ from the plain run in their last bits."
         )
-    session.messages.extend(_say_released(session))
+    if release and (reason := technique.releases.stopped_by):
+        session.messages.append(f"no variable is let go, since the program may read some without naming them ({reason}).")
     exit_code = exit_code_of(error)
-    return ScriptRun(replace(session.result(), program=path, exit_code=exit_code, allow=allow), exit_code, error)
+    result = replace(session.result(), program=path, exit_code=exit_code, allow=allow, let_go=_let_go(session))
+    return ScriptRun(result, exit_code, error)
 
 
-def _say_released(session: Session) -> list[str]:
-    """Which names were let go in the last measured step, and their bytes; or why none were."""
-    if reason := technique.releases.stopped_by:
-        return [f"no dead name is let go, since the program may read variables without naming them ({reason})."]
+def _let_go(session: Session) -> dict[str, int]:
+    """See Result.let_go; of the last measured step."""
     sums = bytes_of_names(session.traces[-1]) if session.traces else {}
-    named = [(name, num_bytes) for name, num_bytes in sums.items() if num_bytes >= _SMALLEST_TOLD_BYTES]
-    if not named:
-        return []
-    shown = ", ".join(
-        f"`{name.name}` ({os.path.basename(name.path)}:{name.line}) {format_size(num_bytes)}"
-        for name, num_bytes in named[:_NAMES_TOLD]
-    )
-    rest = f", and {len(named) - _NAMES_TOLD} more" if len(named) > _NAMES_TOLD else ""
-    return [f"let go each step where last read: {shown}{rest}."]
+    shown: dict[str, int] = {}
+    for name, num_bytes in sums.items():
+        if num_bytes >= _SMALLEST_TOLD_BYTES:
+            words = f"`{name.name}` ({os.path.basename(name.path)}:{name.line})"
+            shown[words] = shown.get(words, 0) + num_bytes
+    return shown
 
 
 def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
