@@ -410,7 +410,7 @@ class Tape(TorchFunctionMode):
         template_kwargs = {key: _strip(each, values) for key, each in kwargs.items()} if kwargs else {}
         place = f"{self.section}|{frame.path}#{frame.invocation}/{frame.ordinal}:{name}"
         self._seq += 1
-        call = Call(func, place, frame.path, _caller() if self.observer is not None else "", self._seq)
+        call = Call(func, place, frame.path, user_line(3) if self.observer is not None else "", self._seq)
         is_recipe = (
             _PLAIN_TYPES.issuperset(types)
             and not functions.is_foreign(func)
@@ -899,9 +899,9 @@ _UNREAD_REFERENCES = _count_references([Cell(None, 0, torch.device("cpu"), 0)])[
 _SKIP = ("/torch/", "/memfit/")
 
 
-def _caller() -> str:
-    """'file:line' of the nearest frame of the user's program."""
-    frame: FrameType | None = sys._getframe(3)
+def user_line(depth: int = 1) -> str:
+    """'file:line' of the nearest frame of the user's program, from `depth` frames above the caller on; '' if there is none."""
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         name = frame.f_code.co_filename
         if not any(part in name for part in _SKIP):

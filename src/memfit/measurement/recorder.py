@@ -20,11 +20,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core import trace as core
+from memfit.core.liveness import DeadName
 from memfit.engine import packing
 from memfit.engine.cell import Call, Cell, Handle, PackedCell, StorageRef
-from memfit.core.liveness import DeadName
 from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, is_top_dispatch_mode, is_transformed, num_holders
+from memfit.engine.tape import user_line
 from memfit.measurement.backends import Backend
 from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed
 
@@ -104,6 +105,7 @@ class Recorder(TorchDispatchMode):
         self._handle_storage: dict[int, _Storage] = {}
         self._current: dict[str, Any] | None = None
         self._estimates: dict[Any, int] = {}
+        self._gradients_freed = ""  # the line that cleared gradients before backward
         self._dead: list[tuple[int, _Storage, DeadName]] = []
         self._overhead_seconds = 0.0
         self._start_seconds = 0.0
@@ -167,6 +169,7 @@ class Recorder(TorchDispatchMode):
         meta["measured_peak_bytes"] = self.peak_bytes
         meta["measured_peak_phase"] = self.peak_phase
         meta["num_operations"] = self._num_operations
+        meta["gradients_freed"] = self._gradients_freed
         meta["dead_names"] = [
             {"event": len(self._prelude) + position, "storage": renumber[watched.index], **asdict(name)}
             for position, watched, name in self._dead
@@ -254,6 +257,8 @@ class Recorder(TorchDispatchMode):
         if not watched.own and not watched.released and self._is_on:
             watched.released = True
             self._events.append((core.RELEASE, watched.index))
+            if watched.kind == "gradient" and self.phase in ("forward", "loss") and not self._gradients_freed:
+                self._gradients_freed = user_line()
 
     def is_held_by_program(self, cell: Cell) -> bool:
         """Whether the program itself still holds the cell's content, as of the last call."""
