@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
+from memfit.core.finding import Finding
 from memfit.core.plan import BITWISE, EXACTNESS, Plan
 from memfit.core.sizes import format_size, parse_size, slack_bytes
 from memfit.core.trace import Trace
@@ -113,6 +114,18 @@ def trace_script(path: str, args: list[str], on_progress: OnProgress | None = No
     from memfit.runtime.script import trace_script
 
     return trace_script(path, args, on_progress)
+
+
+def find_dead(path: str, args: list[str]) -> list[Finding]:
+    """Measured findings: what the script holds at its peak although nobody reads it any more.
+
+    Of its second training step; of what ran, where it ended before that (it may be no training script, or raise).
+    """
+    from memfit.diagnosis import dead
+    from memfit.runtime.script import trace_run
+
+    trace = trace_run(path, args).trace
+    return dead.find_dead(trace) if trace is not None else []
 
 
 def run_script(

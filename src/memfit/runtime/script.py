@@ -94,11 +94,21 @@ def _let_go(session: Session) -> dict[str, int]:
     return shown
 
 
-def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
-    """The Trace of the script's second training step; the script is stopped there (its `finally` blocks run).
+@dataclass(frozen=True)
+class TraceRun:
+    """What was traced of a script that was stopped after its second training step, or ended before.
 
-    Raises TraceError if it never trains, and whatever ends the script before its second step.
+    trace: of the last whole step, at most the second; where there is none, of all that ran (`num_steps` is 0), if anything did.
+    error: what ended the script before its second step; None where nothing did.
     """
+
+    trace: Trace | None
+    num_steps: int
+    error: BaseException | None
+
+
+def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None) -> TraceRun:
+    """Run the script until its second training step has ended; it is stopped there, and its `finally` blocks run."""
     is_done = False
 
     def stop(trace: Trace, step: int) -> None:
@@ -115,29 +125,45 @@ def trace_script(path: str, args: list[str], on_progress: OnProgress | None = No
     hook = register_optimizer_step_pre_hook(stop_again)
     stop_noting = technique.releases.start(technique.NOTE)
     error: BaseException | None = None
+    unfinished: Trace | None = None
     try:
         with session:
-            execute(path, args)
-    except (_Enough, SystemExit) as caught:
-        error = caught
+            try:
+                execute(path, args)
+            finally:
+                if not session.traces:
+                    unfinished = session.unfinished_trace()
+    except BaseException as caught:
+        error = caught if not is_done and not (isinstance(caught, SystemExit) and not exit_code_of(caught)) else None
     finally:
         stop_noting()
         hook.remove()
-    if not is_done and isinstance(error, SystemExit) and exit_code_of(error):
-        raise error
-    if not session.traces:
+    trace = session.traces[min(len(session.traces), 2) - 1] if session.traces else unfinished
+    if trace is not None:
+        trace = replace(trace, meta={**trace.meta, "program": path})
+    return TraceRun(trace, len(session.traces), error)
+
+
+def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
+    """The Trace of the script's second training step; the script is stopped there (its `finally` blocks run).
+
+    Raises TraceError if it never trains, and whatever ends the script before its second step.
+    """
+    run = trace_run(path, args, on_progress)
+    if run.error is not None:
+        raise run.error
+    if run.trace is None or not run.num_steps:
         raise TraceError(
             f"{path} ended without a training step, so there is nothing to trace. A step ends when an optimizer of torch.optim "
             "(or one made from its Optimizer) steps in the script's own process. Give the arguments with which it trains."
         )
-    trace = session.traces[min(len(session.traces), 2) - 1]
-    meta = {**trace.meta, "program": path}
-    if len(session.traces) == 1:
-        meta["note"] = (
-            "The script made a single training step, so this is the first one: the optimizer's state arrives in it, and "
-            "later steps would hold more from their start."
-        )
-    return replace(trace, meta=meta)
+    if run.num_steps > 1:
+        return run.trace
+    note = (
+        "The script made a single training step, so this is the first one: the optimizer's state arrives in it, and "
+        "later steps would hold more from their start."
+    )
+    return replace(run.trace, meta={**run.trace.meta, "note": note})
 
 
 class _Enough(BaseException):

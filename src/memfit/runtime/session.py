@@ -372,6 +372,10 @@ class Session:
         if self._on_trace is not None:
             self._on_trace(trace, self._num_steps)
 
+    def unfinished_trace(self) -> Trace | None:
+        """What was measured since the last step ended, as a trace; None where nothing is being measured."""
+        return self._trace_so_far() if self._recorder is not None else None
+
     def _trace_so_far(self) -> Trace:
         assert self._recorder is not None
         return self._recorder.trace_so_far(

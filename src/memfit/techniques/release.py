@@ -148,7 +148,8 @@ def load_code(source: bytes, path: str, *, is_main: bool) -> CodeType:
         warnings.simplefilter("ignore")  # the compiler has said them once
         tree = ast.parse(source, path)
         if found := find_unseen_read(tree):
-            releases.stop(f"{path}, {found}")
+            if releases.mode == RELEASE:  # a note of what is dead may be wrong there and harms nobody; a release never may
+                releases.stop(f"{path}, {found}")
             return plain
         # From each block's end, so that the indices stay true.
         for death in sorted(find_deaths(tree, source, path, with_module=is_main), key=lambda each: -each.index):
