@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from memfit.core.liveness import DeadName
-from memfit.core.trace import ALLOC, RELEASE, Trace
+from memfit.core.trace import DROP, RELEASE, SAVE, Trace
 
 
 @dataclass(frozen=True)
@@ -31,26 +31,34 @@ def dead_in(trace: Trace) -> list[Dead]:
     return found
 
 
-def let_go_early(trace: Trace, dead: Iterable[Dead]) -> Trace:
-    """The trace of the same step with these let go where they die. Autograd's own hold on a storage is not touched."""
-    moved = {each.storage: each.event for each in dead}
-    at: dict[int, list[tuple[str, int]]] = {}
-    for storage, event in moved.items():
-        at.setdefault(event, []).append((RELEASE, storage))
+def let_go_early(trace: Trace, dead: Iterable[Dead], until: int | None = None) -> Trace:
+    """The trace of the same step with these let go where they die; with `until`, only the events up to that one of the original.
+
+    With a name goes the graph that only it held: the handles autograd dropped directly before the storage was released. Other
+    holds of autograd's stay what they are.
+    """
+    dies: dict[int, int] = {}
+    for each in dead:
+        dies[each.storage] = min(each.event, dies.get(each.storage, each.event))
+    earlier: dict[int, list[tuple[str, int]]] = {event: [] for event in dies.values()}
+    gone: set[int] = set()  # events that moved
+    saved = {operand: index for index, (operation, operand) in enumerate(trace.events) if operation == SAVE}
+    released = {operand: index for index, (operation, operand) in enumerate(trace.events) if operation == RELEASE}
+    for storage, event in dies.items():
+        place = released.get(storage, len(trace.events))
+        if place < event:
+            continue
+        start = place
+        while start > event and trace.events[start - 1][0] == DROP and saved.get(trace.events[start - 1][1], event) < event:
+            start -= 1
+        earlier[event] += [*trace.events[start:place], (RELEASE, storage)]
+        gone.update(range(start, place + 1))
+    end = len(trace.events) if until is None else until + 1
     events: list[tuple[str, int]] = []
-    is_alive: set[int] = set()
-    for index, (operation, operand) in enumerate(trace.events):
-        for release in at.get(index, ()):
-            if release[1] in is_alive:
-                events.append(release)
-                is_alive.discard(release[1])
-        if operation == ALLOC:
-            is_alive.add(operand)
-        elif operation == RELEASE:
-            if operand not in is_alive:
-                continue  # let go before
-            is_alive.discard(operand)
-        events.append((operation, operand))
+    for index, each_event in enumerate(trace.events[:end]):
+        events += earlier.get(index, ())
+        if index not in gone:
+            events.append(each_event)
     return replace(trace, events=tuple(events))
 
 

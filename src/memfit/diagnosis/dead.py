@@ -7,6 +7,8 @@ step without it, so it is less than what is held where another moment is nearly 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from memfit.core.dead import Dead, dead_in, let_go_early
 from memfit.core.finding import Finding
 from memfit.core.liveness import MODULE, DeadName
@@ -32,47 +34,43 @@ def peak_without_dead(trace: Trace) -> int:
 
 
 def _dead_names(trace: Trace, step: Replay) -> list[Finding]:
-    holders = set(step.holders)
+    at_peak = {dead.name for dead in dead_in(trace) if dead.event <= step.peak_event and dead.storage in step.holders}
     by_name: dict[DeadName, list[Dead]] = {}
     for dead in dead_in(trace):
-        if dead.event <= step.peak_event and dead.storage in holders:
+        if dead.name in at_peak:  # with its other deaths: a loop's peak comes once a turn
             by_name.setdefault(dead.name, []).append(dead)
-    return [
-        _about_name(name, trace, step, each)
-        for name, each in by_name.items()
-        if _is_worth_telling(_sum(trace, each), step) and _gain(trace, step, each)
-    ]
+    found = [_about_name(name, _weigh(trace, step, each), step) for name, each in by_name.items()]
+    return [each for each in found if each is not None]
 
 
-def _about_name(name: DeadName, trace: Trace, step: Replay, dead: list[Dead]) -> Finding:
-    held = _sum(trace, dead)
+def _about_name(name: DeadName, worth: _Worth, step: Replay) -> Finding | None:
+    if not worth.is_telling:
+        return None
     bound = " or ".join(map(str, name.bound_lines))
     where = "" if name.function == MODULE else f" of {name.function}"
     if name.at_start:
-        message = f"`{name.name}`{where} still holds what line {bound} bound, which nobody reads, at the peak in {step.peak_phase}"
-        after = f"`del {name.name}` where the loop or branch before line {name.line} has read it last"
-    else:
         message = (
-            f"`{name.name}`{where}, bound in line {bound}, is dead after line {name.line} and yet held at the peak in {step.peak_phase}"
+            f"`{name.name}`{where} still holds what line {bound} bound, which nobody reads, at the peak in {step.peak_phase}"
         )
-        after = f"`del {name.name}` after line {name.line}"
+        action = f"`del {name.name}` after its last use, before control comes to line {name.line} again"
+    else:
+        message = f"`{name.name}`{where}, bound in line {bound}, is dead after line {name.line} and yet held at the peak in {step.peak_phase}"
+        action = f"`del {name.name}` after line {name.line}"
     line = name.bound_lines[-1] if name.at_start and name.bound_lines else name.line
-    return Finding(name.path, line, 1, DEAD_NAME, message, _worth(after, held, _gain(trace, step, dead)), held, measured=True)
+    return Finding(name.path, line, 1, DEAD_NAME, message, worth.say(action), worth.held_bytes, measured=True)
 
 
 def _late_zero_grad(trace: Trace, step: Replay) -> list[Finding]:
     """Gradients of the step before, alive at the peak, and let go after it and before a backward could add to them."""
-    holders = set(step.holders)
-    dead = [each for each in _old_gradients(trace) if each.storage in holders]
+    dead = [each for each in _old_gradients(trace) if each.storage in step.holders]
     location = str(trace.meta.get("gradients_freed", ""))
-    if not dead or not location or not _is_worth_telling(_sum(trace, dead), step) or not _gain(trace, step, dead):
+    worth = _weigh(trace, step, dead)
+    if not location or not worth.is_telling:
         return []
     path, _, line = location.rpartition(":")
     message = f"the gradients of the step before are still held at the peak in {step.peak_phase}: they are cleared only here"
-    remedy = _worth(
-        "clear them right after optimizer.step(), if nothing reads them in between", _sum(trace, dead), _gain(trace, step, dead)
-    )
-    return [Finding(path, int(line), 1, LATE_ZERO_GRAD, message, remedy, _sum(trace, dead), measured=True)]
+    remedy = worth.say("clear them right after optimizer.step(), if nothing reads them in between")
+    return [Finding(path, int(line), 1, LATE_ZERO_GRAD, message, remedy, worth.held_bytes, measured=True)]
 
 
 def _old_gradients(trace: Trace) -> list[Dead]:
@@ -80,25 +78,35 @@ def _old_gradients(trace: Trace) -> list[Dead]:
     start = next((index for index, (operation, _) in enumerate(trace.events) if operation == PHASE), 0)
     end = next((index for index, (operation, _) in enumerate(trace.events) if operation == UNPACK), 0)
     old = {
-        operand for operation, operand in trace.events[:start] if operation == ALLOC and trace.storages[operand].kind == "gradient"
+        operand
+        for operation, operand in trace.events[:start]
+        if operation == ALLOC and trace.storages[operand].kind == "gradient"
     }
     nobody = DeadName("", "", "", 0, ())
-    return [Dead(nobody, operand, start + 1) for operation, operand in trace.events[:end] if operation == RELEASE and operand in old]
+    return [
+        Dead(nobody, operand, start + 1) for operation, operand in trace.events[:end] if operation == RELEASE and operand in old
+    ]
 
 
-def _sum(trace: Trace, dead: list[Dead]) -> int:
-    return sum(trace.storages[storage].nbytes for storage in {each.storage for each in dead})
+@dataclass(frozen=True)
+class _Worth:
+    """held_bytes: what is held for nothing at the peak. gain_bytes: by how much the peak of the step falls without it."""
+
+    held_bytes: int
+    gain_bytes: int
+    peak_bytes: int
+
+    @property
+    def is_telling(self) -> bool:
+        return self.gain_bytes > 0 and self.held_bytes >= _SMALLEST_SHARE * self.peak_bytes
+
+    def say(self, action: str) -> str:
+        less = "" if self.gain_bytes >= self.held_bytes else ", to where another moment of the step is as high"
+        return f"{action}: the peak falls by {format_size(self.gain_bytes)}{less}."
 
 
-def _gain(trace: Trace, step: Replay, dead: list[Dead]) -> int:
-    return step.peak_bytes - replay(let_go_early(trace, dead)).peak_bytes
-
-
-def _is_worth_telling(num_bytes: int, step: Replay) -> bool:
-    return num_bytes >= _SMALLEST_SHARE * step.peak_bytes
-
-
-def _worth(action: str, held_bytes: int, gain_bytes: int) -> str:
-    if gain_bytes >= held_bytes:
-        return f"{action}: the peak falls by {format_size(gain_bytes)}."
-    return f"{action}: the peak falls by {format_size(gain_bytes)}, to where another moment of the step is as high."
+def _weigh(trace: Trace, step: Replay, dead: list[Dead]) -> _Worth:
+    if not dead:
+        return _Worth(0, 0, step.peak_bytes)
+    there = replay(let_go_early(trace, dead, until=step.peak_event)).high_bytes[-1]
+    return _Worth(step.peak_bytes - there, step.peak_bytes - replay(let_go_early(trace, dead)).peak_bytes, step.peak_bytes)
