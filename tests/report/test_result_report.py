@@ -200,3 +200,11 @@ def test_no_line_is_longer_than_80_columns_and_no_word_of_a_long_name_is_lost():
     text = draw(moves=(replace(MOVES[0], place=place),), messages=("x" * 200,))
     assert max(map(len, text.splitlines())) <= 80
     assert place in text.replace("\n", "").replace(" ", "").replace("96.00MiB1.30ms", "")
+
+
+def test_variables_that_were_let_go_are_named_with_their_bytes_and_a_run_that_fitted_with_them_says_so():
+    names = {f"`x{number}` (train.py:{number})": (9 - number) * MIB for number in range(1, 8)}
+    text = draw_text(draw_result(replace(RESULT, let_go=names, moves=(), installed=False)))
+    assert "fits into 3.00 GiB with dead variables let go\n" in text
+    assert "Let go       `x1` (train.py:1) 8.00 MiB, `x2` (train.py:2) 7.00 MiB, `x3`" in text
+    assert "and 2 more; each step, after their last use" in " ".join(text.split())

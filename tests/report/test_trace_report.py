@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from memfit.core.finding import Finding
 from memfit.core.trace import Storage, Trace
-from memfit.report import draw_text, draw_trace
+from memfit.report import draw_dead, draw_text, draw_trace
 from report.examples import TRACE
 from synthetic import transformer
 
@@ -90,3 +91,15 @@ def test_a_saved_parameter_is_no_saving_of_backward():
 def test_a_peak_in_backward_is_inside_no_call_of_forward():
     quiet = tuple(event for event in TRACE.events if event[0] != "spike")
     assert "\nPeak         in backward\n" in draw_text(draw_trace(replace(TRACE, events=quiet)))
+
+
+def test_what_is_dead_stands_with_its_bytes_its_place_and_what_to_do():
+    finding = Finding("/home/me/project/nets/mlp.py", 9, 1, "MF203", "`x` is dead after line 9", "`del x` after line 9.", 96, measured=True)
+    assert (
+        draw_text(draw_dead([finding], 4584, 4488))
+        == """\
+Dead, yet held at the peak: without it 4.38 KiB instead of 4.48 KiB
+96 B         project/nets/mlp.py:9 `x` is dead after line 9. `del x` after line
+             9.
+"""
+    )

@@ -13,7 +13,9 @@ import typer
 from memfit.cli.errors import check_output, speak_errors, writing
 from memfit.cli.script import check_script, show_exception
 from memfit.core.errors import MemfitError
-from memfit.report import draw_trace, follow_progress, open_console
+from memfit.core.replay import replay
+from memfit.diagnosis.dead import find_dead, peak_without_dead
+from memfit.report import draw_dead, draw_trace, follow_progress, open_console
 
 _NAMES = ("-o", "--output")
 
@@ -52,6 +54,9 @@ def trace(
             show_exception(error, path)
             raise typer.Exit(1) from None
         console.print(draw_trace(taken))
+        if findings := find_dead(taken):
+            console.print()
+            console.print(draw_dead(findings, replay(taken).peak_bytes, peak_without_dead(taken)))
         console.print()
         if output is None:
             console.print("Not saved. End the line with `-o trace.json` to keep the trace.")

@@ -4,6 +4,6 @@ from memfit.report.console import draw_text, open_console, write_report
 from memfit.report.plan import draw_plan
 from memfit.report.progress import follow_progress
 from memfit.report.result import draw_result
-from memfit.report.trace import draw_trace
+from memfit.report.trace import draw_dead, draw_trace
 
-__all__ = ["draw_plan", "draw_result", "draw_text", "draw_trace", "follow_progress", "open_console", "write_report"]
+__all__ = ["draw_dead", "draw_plan", "draw_result", "draw_text", "draw_trace", "follow_progress", "open_console", "write_report"]

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memfit.core.breakdown import bytes_by, peak_by_phase
+from memfit.core.finding import Finding
 from memfit.core.replay import Replay, replay
 from memfit.core.sizes import format_size
 from memfit.core.trace import BEGIN, END, KINDS, Trace
@@ -42,6 +43,16 @@ def draw_trace(trace: Trace, *, max_rows: int = MAX_ROWS) -> RenderableType:
     if step.holders:
         parts += [Text(), draw_heading("Largest tensors at the peak"), _tensors(trace, step.holders, max_rows)]
     return Group(*parts)
+
+
+def draw_dead(findings: Sequence[Finding], peak_bytes: int, without_bytes: int) -> RenderableType:
+    """What is held at the peak for nothing, a finding each, and the peak of the step without all of it."""
+    facts = [
+        (format_size(finding.num_bytes or 0), f"{_shorten(f'{finding.path}:{finding.line}')} {finding.message}. {finding.remedy}")
+        for finding in findings
+    ]
+    heading = f"Dead, yet held at the peak: without it {format_size(without_bytes)} instead of {format_size(peak_bytes)}"
+    return Group(draw_heading(heading), draw_facts(facts))
 
 
 def _headline(trace: Trace, step: Replay) -> Text:
