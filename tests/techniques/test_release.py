@@ -224,6 +224,16 @@ def test_tracebacks_name_the_same_lines(on, tmp_path) -> None:
     assert shown[0][-1][:2] == ("f", 5)  # from 0
 
 
+def test_a_program_at_pythons_limits_is_left_as_it_is(on) -> None:
+    deep = "def f(xs):\n" + "".join("    " * (depth + 1) + f"for i{depth} in xs:\n" for depth in range(20))
+    deep += "    " * 21 + "print(y) if i0 else None\n" + "    " * 21 + "y = torch.ones(1)\n" + "    " * 21 + "z = y\n"
+    compile(deep, "deep.py", "exec")
+    assert release.NAME not in load(deep)["f"].__code__.co_names
+    chain = "def f(x):\n    y = x * 2\n    print(y)\n    if x == 0:\n        pass\n"
+    chain += "".join(f"    elif x == {number}:\n        pass\n" for number in range(1, 300))
+    assert load(chain + "    return x\n")["f"](torch.ones(1)).item() == 1
+
+
 def test_a_compiled_function_stays_one_graph(on) -> None:
     program = load("""
         def f(x):

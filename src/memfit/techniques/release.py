@@ -146,17 +146,28 @@ def load_code(source: bytes, path: str, *, is_main: bool) -> CodeType:
         return plain
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler has said them once
-        tree = ast.parse(source, path)
+        try:
+            tree = ast.parse(source, path)
+        except RecursionError:  # deeper than Python can show it
+            releases.stop(path)
+            return plain
         if found := find_unseen_read(tree):
             if releases.mode == RELEASE:  # a note of what is dead may be wrong there and harms nobody; a release never may
                 releases.stop(f"{path}, {found}")
             return plain
-        # From each block's end, so that the indices stay true.
-        for death in sorted(find_deaths(tree, source, path, with_module=is_main), key=lambda each: -each.index):
-            if not death.dead.function.endswith("__del__"):  # at Python's end it runs when the module's names are gone
-                death.block.insert(death.index, _statement(death, len(releases.sites)))
-                releases.sites.append(death.dead)
-        return compile(tree, path, "exec", dont_inherit=True)
+        try:
+            _insert(find_deaths(tree, source, path, with_module=is_main))
+            return compile(tree, path, "exec", dont_inherit=True)
+        except (SyntaxError, RecursionError):  # Python allows 20 blocks in one another, and it was close to that or to its stack's end
+            return plain
+
+
+def _insert(deaths: list[Death]) -> None:
+    """Put the releases into the tree, where the deaths are; from each block's end, so that the indices stay true."""
+    for death in sorted(deaths, key=lambda each: -each.index):
+        if not death.dead.function.endswith("__del__"):  # at Python's end it runs when the module's names are gone
+            death.block.insert(death.index, _statement(death, len(releases.sites)))
+            releases.sites.append(death.dead)
 
 
 def _statement(death: Death, site: int) -> ast.stmt:
