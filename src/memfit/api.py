@@ -116,16 +116,23 @@ def trace_script(path: str, args: list[str], on_progress: OnProgress | None = No
     return trace_script(path, args, on_progress)
 
 
-def find_dead(path: str, args: list[str]) -> list[Finding]:
-    """Measured findings: what the script holds at its peak although nobody reads it any more.
+def find_measured(path: str, args: list[str]) -> list[Finding]:
+    """Measured findings: what the script holds at its peak although nobody reads it any more, and collections that free nothing.
 
     Of its second training step; of what ran, where it ended before that (it may be no training script, or raise).
     """
-    from memfit.diagnosis import dead
     from memfit.runtime.script import trace_run
 
     trace = trace_run(path, args).trace
-    return dead.find_dead(trace) if trace is not None else []
+    return findings_of(trace) if trace is not None else []
+
+
+def findings_of(trace: Trace) -> list[Finding]:
+    """The findings that a trace shows, most bytes first."""
+    from memfit.diagnosis.collecting import find_idle_collections
+    from memfit.diagnosis.dead import find_dead
+
+    return [*find_dead(trace), *find_idle_collections(trace)]
 
 
 def run_script(

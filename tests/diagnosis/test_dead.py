@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from pathlib import Path
 
@@ -32,8 +33,10 @@ def one_thread():
 
 def find(tmp_path: Path, source: str) -> list:
     path = tmp_path / "train.py"
-    path.write_text("import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n" + textwrap.dedent(source).lstrip("\n"))
-    return api.find_dead(str(path), [])
+    path.write_text(
+        "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n" + textwrap.dedent(source).lstrip("\n")
+    )
+    return api.find_measured(str(path), [])
 
 
 def shown(findings: list) -> list[tuple[str, int, int]]:
@@ -165,6 +168,34 @@ def test_nothing_is_said_where_nothing_is_held_for_nothing(tmp_path, source: str
     assert find(tmp_path, source) == []
 
 
+COLLECTS = """
+    import gc
+    class Node:
+        pass
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(256, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        {body}
+        gc.collect()
+"""
+
+
+def test_a_collection_in_every_step_that_frees_nothing_is_told_with_its_time(tmp_path) -> None:
+    (finding,) = find(tmp_path, COLLECTS.format(body="seen.append(loss.item())"))
+    assert (finding.code, finding.line, finding.num_bytes) == ("MF802", 16, None)
+    assert finding.message.startswith("gc.collect() runs in the step: ")
+    assert finding.message.endswith(" and gave back 0 B")
+    assert 0 < int(finding.message.split()[5]) < 10_000  # ms: a look at every object of this process
+    circle = "node = Node(); node.own, node.tensor = node, torch.empty(1 << 18); del node"
+    assert find(tmp_path, COLLECTS.format(body=circle)) == []  # it frees what only a collection can
+    assert not [each for each in gc.callbacks if "memfit" in type(getattr(each, "__self__", None)).__module__]
+
+
 def test_a_script_that_dies_in_its_first_step_is_told_what_was_found_up_to_there(tmp_path) -> None:
     assert shown(find(tmp_path, LOGITS.format(cure="") + "    raise RuntimeError('no data')\n")) == [(DEAD_NAME, 6, 512 * KIB)]
 
@@ -206,7 +237,16 @@ def test_what_is_alive_at_the_steps_end_can_die_too() -> None:
 
 
 def test_notes_survive_the_file(tmp_path) -> None:
-    row = {"event": 3, "storage": 0, "path": "a.py", "function": "f", "name": "x", "line": 4, "bound_lines": (2, 3), "at_start": True}
+    row = {
+        "event": 3,
+        "storage": 0,
+        "path": "a.py",
+        "function": "f",
+        "name": "x",
+        "line": 4,
+        "bound_lines": (2, 3),
+        "at_start": True,
+    }
     events = (("alloc", 0), ("phase", 0), ("spike", 8 * MIB), ("phase", 2), ("release", 0))
     trace = Trace("cpu", (Storage(MIB, "temporary"),), (), (), (), events, meta={"dead_names": [row]})
     trace.save(tmp_path / "trace.json")

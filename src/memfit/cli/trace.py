@@ -14,6 +14,7 @@ from memfit.cli.errors import check_output, speak_errors, writing
 from memfit.cli.script import check_script, show_exception
 from memfit.core.errors import MemfitError
 from memfit.core.replay import replay
+from memfit.diagnosis.collecting import find_idle_collections
 from memfit.diagnosis.dead import find_dead, peak_without_dead
 from memfit.report import draw_dead, draw_trace, follow_progress, open_console
 
@@ -57,6 +58,8 @@ def trace(
         if findings := find_dead(taken):
             console.print()
             console.print(draw_dead(findings, replay(taken).peak_bytes, peak_without_dead(taken)))
+        for finding in find_idle_collections(taken):
+            console.print(f"{finding.path}:{finding.line} {finding.message}. {finding.remedy}", markup=False)
         console.print()
         if output is None:
             console.print("Not saved. End the line with `-o trace.json` to keep the trace.")

@@ -27,6 +27,7 @@ from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, is_top_dispatch_mode, is_transformed, num_holders
 from memfit.engine.tape import user_line
 from memfit.measurement.backends import Backend
+from memfit.measurement.collecting import CollectionWatch
 from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed
 
 _LOSSES = frozenset(
@@ -105,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self._handle_storage: dict[int, _Storage] = {}
         self._current: dict[str, Any] | None = None
         self._estimates: dict[Any, int] = {}
+        self._collections = CollectionWatch(lambda: self.live_bytes)
         self._gradients_freed = ""  # the line that cleared gradients before backward
         self._dead: list[tuple[int, _Storage, DeadName]] = []
         self._overhead_seconds = 0.0
@@ -129,12 +131,14 @@ class Recorder(TorchDispatchMode):
         self._set_phase("forward")
         self._start_seconds = time.perf_counter()
         self._overhead_seconds = 0.0
+        self._collections.start()
         self.__enter__()
 
     def stop(self) -> None:
         """Stop watching; idempotent. A mode of the program's that lies on top stays: then ours stays under it and does nothing."""
         if self._is_on:
             self._is_on = False
+            self._collections.stop()
             if is_top_dispatch_mode(self):
                 self.__exit__(None, None, None)
 
@@ -170,6 +174,7 @@ class Recorder(TorchDispatchMode):
         meta["measured_peak_phase"] = self.peak_phase
         meta["num_operations"] = self._num_operations
         meta["gradients_freed"] = self._gradients_freed
+        meta["collections"] = [asdict(each) for each in self._collections.seen]
         meta["dead_names"] = [
             {"event": len(self._prelude) + position, "storage": renumber[watched.index], **asdict(name)}
             for position, watched, name in self._dead

@@ -140,7 +140,7 @@ def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None)
         hook.remove()
     trace = session.traces[min(len(session.traces), 2) - 1] if session.traces else unfinished
     if trace is not None:
-        trace = replace(trace, meta={**trace.meta, "program": path})
+        trace = replace(trace, meta={**trace.meta, "program": path, "step": len(session.traces)})
     return TraceRun(trace, len(session.traces), error)
 
 
