@@ -62,6 +62,32 @@ def test_logits_that_outlive_the_loss(tmp_path) -> None:
     assert find(tmp_path, LOGITS.format(cure="; del logits")) == []
 
 
+OUTPUTS = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(16, 32), nn.Linear(32, 1024)
+        def forward(self, x, y):
+            logits = self.head(self.first(x).tanh())  # of three dimensions: a view of what the matrix product made
+            return {{"loss": F.cross_entropy(logits.view(-1, 1024), y.view(-1)), "logits": logits}}
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        outputs = model(torch.randn(4, 32, 16), torch.randint(1024, (4, 32)))
+        loss = outputs["loss"]{cure}
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_the_outputs_of_a_model_kept_for_the_loss_in_them(tmp_path) -> None:
+    (finding,) = find(tmp_path, OUTPUTS.format(cure=""))
+    assert shown([finding]) == [(DEAD_NAME, 17, 4 * 32 * 1024 * 4)]
+    assert finding.message == "`outputs`, bound in line 16, is dead after line 17 and yet held at the peak in backward"
+    assert find(tmp_path, OUTPUTS.format(cure="; del outputs")) == []
+
+
 PREVIOUS = """
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
     def steps():

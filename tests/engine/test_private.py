@@ -60,3 +60,12 @@ def test_is_on_top_is_false_once_somebody_stacked_a_mode_or_hooks_upon_the_tape(
         tape.exit()
     assert torch._C._len_torch_function_stack() == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_view_keeps_its_base_and_a_linear_of_three_dimensions_gives_a_view():
+    base = torch.ones(6)
+    assert private.base_of(base) is None
+    assert private.base_of(base.view(2, 3)[0]) is base
+    out = torch.nn.Linear(2, 3)(torch.ones(4, 5, 2))
+    assert private.base_of(out).shape == (20, 3)
+    assert private.num_holders(out.untyped_storage()) == 2

@@ -23,6 +23,11 @@ def num_holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor this one is a view of, which it keeps alive; None if it is none. Source: `Tensor._base`, in torch since 0.4."""
+    return tensor._base
+
+
 def run_with_allocations(run: Callable[[], Any]) -> tuple[Any, list[int]]:
     """The result of `run()`, and every allocation (+bytes) and free (-bytes) of the CPU allocator meanwhile, in order.
 

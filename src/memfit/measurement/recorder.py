@@ -276,10 +276,10 @@ class Recorder(TorchDispatchMode):
         """Bytes alive now, largest kind first. What is restored counts as activation."""
         return sorted(self._live_by_kind.items(), key=lambda item: -item[1])
 
-    def note_dead(self, storage: torch.UntypedStorage, name: DeadName) -> None:
-        """The program reads this name no more, and it may have been the last one the program had of the storage."""
+    def note_dead(self, storage: torch.UntypedStorage, name: DeadName, num_tensors: int) -> None:
+        """The program reads this name no more, and with it would go `num_tensors` that hold the storage: all there are, or not."""
         watched = self._watched.get(storage._cdata)
-        if self._is_on and watched is not None and num_holders(storage) <= len(watched.handles) + 1:
+        if self._is_on and watched is not None and num_holders(storage) <= len(watched.handles) + num_tensors:
             self._dead.append((len(self._events), watched, name))
 
     def _reclassify(self, watched: _Storage, kind: str) -> None:

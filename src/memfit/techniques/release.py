@@ -27,6 +27,7 @@ import torch
 
 from memfit.core.liveness import DeadName, Death, find_deaths
 from memfit.core.unseen import find_unseen_read
+from memfit.engine.private import base_of
 
 NAME = "__memfit_let_go__"  # in a loaded module's globals; pickled functions find it there by its own import path
 
@@ -38,8 +39,9 @@ _MAX_ELEMENTS = 4096  # of a container that is looked through
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device, slice)
 
 
-# Told of a storage that may die with a name: (storage, name). Called where only the name holds the tensor; a view may hold the storage.
-Watch = Callable[[torch.UntypedStorage, DeadName], None]
+# Told of a storage that may die with a name: (storage, name, tensors that go). Called where only the name holds the tensor; others
+# may be views of the same storage.
+Watch = Callable[[torch.UntypedStorage, DeadName, int], None]
 
 
 class Releases:
@@ -50,7 +52,7 @@ class Releases:
         self.sites: list[DeadName] = []
         self.stopped_by = ""  # what in the program may read names unseen, as 'train.py, line 12: data_ptr'
         self.watch: Watch | None = None
-        self._noted: list[tuple[weakref.ref[torch.UntypedStorage], DeadName]] = []
+        self._noted: list[tuple[weakref.ref[torch.UntypedStorage], DeadName, int]] = []
 
     def start(self, mode: str) -> Callable[[], None]:
         """Begin for a new program; the returned function ends it. Under a debugger or tracer nothing is ever let go."""
@@ -73,16 +75,16 @@ class Releases:
         """Tell the watch of what dies from now on, and of what died before and is held all the same."""
         self.watch = watch
         noted, self._noted = self._noted, []
-        for ref, name in noted:
+        for ref, name, num_tensors in noted:
             if watch is not None and (storage := ref()) is not None:
-                self.tell(storage, name)
+                self.tell(storage, name, num_tensors)
 
-    def tell(self, storage: torch.UntypedStorage, name: DeadName) -> None:
-        """A storage may die with the name."""
+    def tell(self, storage: torch.UntypedStorage, name: DeadName, num_tensors: int) -> None:
+        """A storage may die with the name, and with `num_tensors` that only the name holds."""
         if self.watch is not None:
-            self.watch(storage, name)
+            self.watch(storage, name, num_tensors)
         if self.mode == NOTE:
-            self._noted.append((weakref.ref(storage), name))
+            self._noted.append((weakref.ref(storage), name, num_tensors))
 
 
 releases = Releases()
@@ -103,7 +105,12 @@ def let_go(value: Any, site: int) -> Any:
         is_alone = kind is torch.Tensor or own <= _ALONE_CONTAINER
         for tensor, num_refs in zip(tensors, inside, strict=True):
             if is_alone and num_refs <= (_ALONE if tensor is value else _ALONE_INSIDE):
-                releases.tell(tensor.untyped_storage(), releases.sites[site])
+                base = base_of(tensor)
+                num_tensors = (
+                    2 if base is not None and sys.getrefcount(base) <= _ALONE_BASE else 1
+                )  # a view takes its base along
+                del base
+                releases.tell(tensor.untyped_storage(), releases.sites[site], num_tensors)
     return value if releases.mode == NOTE else None
 
 
@@ -158,7 +165,10 @@ def load_code(source: bytes, path: str, *, is_main: bool) -> CodeType:
         try:
             _insert(find_deaths(tree, source, path, with_module=is_main))
             return compile(tree, path, "exec", dont_inherit=True)
-        except (SyntaxError, RecursionError):  # Python allows 20 blocks in one another, and it was close to that or to its stack's end
+        except (
+            SyntaxError,
+            RecursionError,
+        ):  # Python allows 20 blocks in one another, and it was close to that or to its stack's end
             return plain
 
 
@@ -196,12 +206,14 @@ def _count_alone(value: Any) -> list[int]:
     return _count_refs(value, tensors)
 
 
-def _calibrate() -> tuple[int, int, int]:
+def _calibrate() -> tuple[int, int, int, int]:
     name: Any = torch.empty(0)
     _, alone = _count_alone(name)
     name = [torch.empty(0)]
     container, inside = _count_alone(name)
-    return alone, container, inside
+    name = torch.empty(1).view(1)
+    base = base_of(name)
+    return alone, container, inside, sys.getrefcount(base)
 
 
-_ALONE, _ALONE_CONTAINER, _ALONE_INSIDE = _calibrate()
+_ALONE, _ALONE_CONTAINER, _ALONE_INSIDE, _ALONE_BASE = _calibrate()
