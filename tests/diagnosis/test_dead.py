@@ -83,8 +83,8 @@ OUTPUTS = """
 
 def test_the_outputs_of_a_model_kept_for_the_loss_in_them(tmp_path) -> None:
     (finding,) = find(tmp_path, OUTPUTS.format(cure=""))
-    assert shown([finding]) == [(DEAD_NAME, 17, 4 * 32 * 1024 * 4)]
-    assert finding.message == "`outputs`, bound in line 16, is dead after line 17 and yet held at the peak in backward"
+    assert shown([finding]) == [(DEAD_NAME, 16, 4 * 32 * 1024 * 4)]
+    assert finding.message == "`outputs`, bound in line 15, is dead after line 16 and yet held at the peak in backward"
     assert find(tmp_path, OUTPUTS.format(cure="; del outputs")) == []
 
 
