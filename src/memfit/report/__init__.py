@@ -6,4 +6,13 @@ from memfit.report.progress import follow_progress
 from memfit.report.result import draw_result
 from memfit.report.trace import draw_dead, draw_trace
 
-__all__ = ["draw_dead", "draw_plan", "draw_result", "draw_text", "draw_trace", "follow_progress", "open_console", "write_report"]
+__all__ = [
+    "draw_dead",
+    "draw_plan",
+    "draw_result",
+    "draw_text",
+    "draw_trace",
+    "follow_progress",
+    "open_console",
+    "write_report",
+]
