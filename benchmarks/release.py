@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from memfit.techniques.release import KEEP, NAME, RELEASE, let_go, load_code, releases
+from memfit.techniques.release import KEEP, NAMES, RELEASE, load_code, releases
 from oracle import measure_step, time_step
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
@@ -84,7 +84,7 @@ def load(name: str, how: str) -> Any:
     lines = {f"del_{index}": line if how == BY_HAND else "pass" for index, line in enumerate(dels)}
     releases.mode = RELEASE if how == RELEASED else KEEP
     torch.manual_seed(0)
-    names: dict[str, Any] = {NAME: let_go, "__name__": "program"}
+    names: dict[str, Any] = {**NAMES, "__name__": "program"}
     exec(load_code((HEAD + text.format(**lines)).encode(), "program.py", is_main=False), names)
     return names["step"]
 

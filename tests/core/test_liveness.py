@@ -348,6 +348,25 @@ LATE = {
             return other, value
         print(f([1, 2]), f({"a": 1, "b": 2}), f(3), f("x"))
     """,
+    "a turn after a continue": """
+        def f():
+            kept = None
+            for i in range(4):
+                value = [i]
+                if i == 1:
+                    kept = value
+                    continue
+                if kept:
+                    print(kept)
+        f()
+    """,
+    "super": """
+        class Own(list):
+            def __init__(this, values):
+                this.first = values[0]
+                super().__init__(values)
+        print(Own([1, 2]))
+    """,
     "a loop that is left from inside a try": """
         def f():
             while True:
@@ -449,6 +468,9 @@ def test_numbers_and_texts_cost_nothing() -> None:
         ("frame.query('a > @x')", "line 1: query"),
         ("frame.eval(text)", "line 1: eval"),
         ("from ctypes import c_void_p", "line 1: ctypes"),
+        ("import __main__", "line 1: __main__"),
+        ("import sys\nbig = sys.modules['__main__'].big", "line 2: __main__"),
+        ("from numba import njit", "line 1: numba"),
     ],
 )
 def test_unseen_reads_are_seen(source: str, found: str) -> None:
@@ -457,7 +479,16 @@ def test_unseen_reads_are_seen(source: str, found: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["model.eval()", "torch.stack(xs)", "for id in ids: print(id)", "self.query(x)", "x.id", "vars(args)", "import inspect"],
+    [
+        "model.eval()",
+        "torch.stack(xs)",
+        "for id in ids: print(id)",
+        "self.query(x)",
+        "x.id",
+        "vars(args)",
+        "import inspect",
+        "if __name__ == '__main__': f()",
+    ],
 )
 def test_ordinary_words_are_no_unseen_reads(source: str) -> None:
     assert find_unseen_read(ast.parse(source)) == ""

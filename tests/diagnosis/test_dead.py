@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,28 @@ def test_autograds_other_holds_stay_when_a_name_goes() -> None:
 def test_what_is_alive_at_the_steps_end_can_die_too() -> None:
     trace = Trace("cpu", (Storage(8, "temporary"),), (), (), (), (("alloc", 0), ("phase", 0), ("phase", 2)))
     assert let_go_early(trace, [Dead(NAME, 0, 2)]).events == (("alloc", 0), ("phase", 0), ("release", 0), ("phase", 2))
+
+
+def test_what_would_not_lower_the_peak_is_not_told() -> None:
+    row = {
+        "event": 2,
+        "storage": 0,
+        "path": "a.py",
+        "function": "f",
+        "name": "x",
+        "line": 4,
+        "bound_lines": (2,),
+        "at_start": False,
+    }
+    rise, peak = ("spike", 8 * MIB), ("spike", 9 * MIB)
+    events = (("alloc", 0), ("phase", 0), rise, ("release", 0), peak)  # 9 MiB in the end with it, and 9 MiB without
+    trace = Trace("cpu", (Storage(MIB, "temporary"),), (), (), (), events, meta={"dead_names": [row]})
+    assert find_dead(trace) == []
+    assert peak_without_dead(trace) == replay(trace).peak_bytes == 9 * MIB
+    lower = replace(trace, events=(*events[:-1], ("spike", 8 * MIB + 1)))
+    assert [finding.remedy for finding in find_dead(lower)] == [
+        "`del x` after line 4: the peak falls by 1024.0 KiB, to where another moment of the step is as high."
+    ]
 
 
 def test_notes_survive_the_file(tmp_path) -> None:

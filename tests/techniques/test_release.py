@@ -32,7 +32,7 @@ def on():
 
 def load(source: str, path: Path | str = "program.py") -> dict:
     """The globals of the program after it ran with its releases."""
-    names = {"torch": torch, release.NAME: let_go, "__name__": "__main__"}
+    names = {"torch": torch, **release.NAMES, "__name__": "__main__"}
     exec(load_code(textwrap.dedent(source).encode(), str(path), is_main=True), names)
     return names
 
@@ -222,6 +222,13 @@ def test_tracebacks_name_the_same_lines(on, tmp_path) -> None:
         shown.append([(entry.name, entry.lineno, str(entry.statement).strip()) for entry in caught.traceback[-2:]])
     assert shown[0] == shown[1]
     assert shown[0][-1][:2] == ("f", 5)  # from 0
+    releases.mode = KEEP
+    plain = load_code(source.encode(), str(path), is_main=True).co_consts[0]
+    releases.mode = RELEASE
+    released = load_code(source.encode(), str(path), is_main=True).co_consts[0]
+    assert release.NAME in released.co_names
+    # No line that a tracer or coverage would not have seen; `(y +` ends in line 4, after which y is let go.
+    assert {line for *_, line in released.co_lines()} == {line for *_, line in plain.co_lines()}
 
 
 def test_a_program_at_pythons_limits_is_left_as_it_is(on) -> None:
@@ -240,12 +247,16 @@ def test_a_compiled_function_stays_one_graph(on) -> None:
             a = x * 2
             b = a + 1
             for _ in range(2):
-                c = [b, a]
-            return b.sum()
+                c = b + a  # may be unbound after the loop
+            with torch.no_grad():
+                d = a + 1
+            e = d.sum()
+            return b.sum() + c.sum() + e - e
     """)
     assert release.NAME in program["f"].__code__.co_names
     compiled = torch.compile(program["f"], backend="eager", fullgraph=True)
-    assert compiled(torch.ones(2)).item() == 6
+    assert release.MAY in program["f"].__code__.co_names
+    assert compiled(torch.ones(2)).item() == program["f"](torch.ones(2)).item() == 16
     torch._dynamo.reset()
 
 
@@ -433,7 +444,7 @@ def test_modules_beside_the_script_are_released_and_installed_ones_are_not(tmp_p
 
 
 def test_a_module_that_reads_frames_ends_all_releases(tmp_path) -> None:
-    (tmp_path / "look.py").write_text("import sys, torch\ndef names():\n    return sorted(sys._getframe(1).f_locals)\n")
+    (tmp_path / "look.py").write_text("import sys\ndef names():\n    return sorted(sys._getframe(1).f_locals)\n")
     (tmp_path / "train.py").write_text(
         "import torch\nimport look\n"
         "def f():\n    big = torch.ones(4)\n    total = big.sum()\n    found = look.names()\n    return found, total\n"

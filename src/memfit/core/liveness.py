@@ -76,6 +76,8 @@ def find_deaths(tree: ast.Module, source: str | bytes, path: str, *, with_module
         names -= _read_later(own, symtable.Symbol.is_free)
         given = function.args
         parameters = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        if parameters[0] is not None and "super" in reads(*function.body):
+            names.discard(parameters[0].arg)  # `super()` reads the first argument, whatever its name
         found += _Scope(path, name, function.body, names).find(
             {each.arg: each.lineno for each in parameters if each is not None}
         )

@@ -21,11 +21,14 @@ _ANYWHERE = frozenset(
         # objects and bytes by number; engines that look names up in their caller
         *("get_referrers", "get_objects", "data_ptr", "_cdata", "ctypes", "cffi", "numexpr", "duckdb"),
         *("__array_interface__", "__cuda_array_interface__"),
+        # compilers of bytecode, which cannot compile a release
+        *("numba",),
         # work that goes on while the program does other things
         *("Stream", "ExternalStream", "stream", "record_stream", "CUDAGraph", "make_graphed_callables"),
         *("isend", "irecv", "batch_isend_irecv", "share_memory_", "SimpleQueue", "JoinableQueue", "Pipe"),
     ]
 )
+_MAIN = "__main__"  # whoever has the module has all its variables
 _KEYWORDS = frozenset(["async_op", "capture_locals", "show_locals"])
 _NUMBERS = ("id", "hash")  # a tensor's hash is its id: a new tensor may get a dead one's
 _BY_TEXT = ("eval", "exec")
@@ -36,10 +39,13 @@ def find_unseen_read(tree: ast.Module) -> str:
     """What in the module may read any variable of the program without its name, as 'line 12: data_ptr'; '' where nothing does."""
     bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    compared = {id(part) for node in ast.walk(tree) if isinstance(node, ast.Compare) for part in ast.walk(node)}
     for node in ast.walk(tree):
         for word in _words(node):
-            if word in _ANYWHERE:
+            if word in _ANYWHERE or word == _MAIN:
                 return _say(node, word)
+        if isinstance(node, ast.Constant) and node.value == _MAIN and id(node) not in compared:  # not `__name__ == "__main__"`
+            return _say(node, _MAIN)
         if isinstance(node, ast.Call):
             called = node.func
             if isinstance(called, ast.Name) and called.id in _NUMBERS:

@@ -48,7 +48,10 @@ def draw_trace(trace: Trace, *, max_rows: int = MAX_ROWS) -> RenderableType:
 def draw_dead(findings: Sequence[Finding], peak_bytes: int, without_bytes: int) -> RenderableType:
     """What is held at the peak for nothing, a finding each, and the peak of the step without all of it."""
     facts = [
-        (format_size(finding.num_bytes or 0), f"{_shorten(f'{finding.path}:{finding.line}')} {finding.message}. {finding.remedy}")
+        (
+            format_size(finding.num_bytes or 0),
+            f"{_shorten(f'{finding.path}:{finding.line}')} {finding.message}. {finding.remedy}",
+        )
         for finding in findings
     ]
     heading = f"Dead, yet held at the peak: without it {format_size(without_bytes)} instead of {format_size(peak_bytes)}"

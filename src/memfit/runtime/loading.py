@@ -24,7 +24,7 @@ class _Loader(SourceFileLoader):
         return release.load_code(self.get_data(path), path, is_main=False)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__[release.NAME] = release.let_go
+        module.__dict__.update(release.NAMES)
         super().exec_module(module)
 
 

@@ -198,7 +198,7 @@ def execute(path: str, args: list[str]) -> None:
     )
     own_modules: AbstractContextManager[None] = contextlib.nullcontext()
     if technique.releases.mode != technique.KEEP:
-        main.__dict__[technique.NAME] = technique.let_go
+        main.__dict__.update(technique.NAMES)
         own_modules = releasing_imports(os.path.dirname(file))
     with _world_of(main, [path, *args]), own_modules:
         known = set(threading.enumerate())

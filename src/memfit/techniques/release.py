@@ -29,7 +29,7 @@ from memfit.core.liveness import DeadName, Death, find_deaths
 from memfit.core.unseen import find_unseen_read
 from memfit.engine.private import base_of
 
-NAME = "__memfit_let_go__"  # in a loaded module's globals; pickled functions find it there by its own import path
+NAME, MAY = "__memfit_let_go__", "__memfit_may_let_go__"  # what a loaded module calls, among its globals
 
 KEEP = "keep"  # change nothing
 NOTE = "note"  # change nothing, but say which names are dead
@@ -149,26 +149,26 @@ def load_code(source: bytes, path: str, *, is_main: bool) -> CodeType:
     is_main: it runs as `__main__`, so no other module reads its names. Raises what `compile` raises.
     """
     plain = compile(source, path, "exec", dont_inherit=True)
-    if releases.mode == KEEP or not (is_main or b"torch" in source):
+    if releases.mode == KEEP:
         return plain
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler has said them once
+        # Python allows 20 blocks in one another and a stack of a certain depth: a program close to that stays as it is.
         try:
             tree = ast.parse(source, path)
-        except RecursionError:  # deeper than Python can show it
+        except RecursionError:
             releases.stop(path)
             return plain
         if found := find_unseen_read(tree):
             if releases.mode == RELEASE:  # a note of what is dead may be wrong there and harms nobody; a release never may
                 releases.stop(f"{path}, {found}")
             return plain
+        if not (is_main or b"torch" in source):  # plain Python work, in which each call would be felt
+            return plain
         try:
             _insert(find_deaths(tree, source, path, with_module=is_main))
             return compile(tree, path, "exec", dont_inherit=True)
-        except (
-            SyntaxError,
-            RecursionError,
-        ):  # Python allows 20 blocks in one another, and it was close to that or to its stack's end
+        except (SyntaxError, RecursionError):
             return plain
 
 
@@ -187,12 +187,23 @@ def _statement(death: Death, site: int) -> ast.stmt:
     statement: ast.stmt = ast.Assign([ast.Name(name, ast.Store())], call)
     if not death.is_bound:
         unbound = ast.ExceptHandler(ast.Name("NameError", ast.Load()), None, [ast.Pass()])
-        statement = ast.Try([statement], [unbound], [], [])
+        statement = ast.If(ast.Call(ast.Name(MAY, ast.Load()), [], []), [ast.Try([statement], [unbound], [], [])], [])
     for node in ast.walk(statement):
         if isinstance(node, (ast.expr, ast.stmt, ast.ExceptHandler)):
             node.lineno = node.end_lineno = death.dead.line
             node.col_offset = node.end_col_offset = 0
     return statement
+
+
+def may_let_go() -> bool:
+    """Whether a name that may be unbound can be looked at: torch.compile cannot follow that, and decides by this that it need not."""
+    return not torch.compiler.is_compiling()
+
+
+NAMES = {
+    NAME: let_go,
+    MAY: may_let_go,
+}  # to be put among the module's globals; pickled functions find them by their import path
 
 
 def _count_refs(value: Any, tensors: list[torch.Tensor]) -> list[int]:
