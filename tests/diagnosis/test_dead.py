@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import oracle
 from memfit import api
-from memfit.core.dead import Dead, dead_in, let_go_early
+from memfit.core.dead import Dead, dead_in, freed_bytes, let_go_early
 from memfit.core.liveness import DeadName
 from memfit.core.replay import replay
 from memfit.core.trace import Cell, Handle, Storage, Trace
@@ -274,6 +274,7 @@ def test_what_would_not_lower_the_peak_is_not_told() -> None:
         "line": 4,
         "bound_lines": (2,),
         "at_start": False,
+        "is_unsaved": True,
     }
     rise, peak = ("spike", 8 * MIB), ("spike", 9 * MIB)
     events = (("alloc", 0), ("phase", 0), rise, ("release", 0), peak)  # 9 MiB in the end with it, and 9 MiB without
@@ -296,11 +297,14 @@ def test_notes_survive_the_file(tmp_path) -> None:
         "line": 4,
         "bound_lines": (2, 3),
         "at_start": True,
+        "is_unsaved": True,
     }
     events = (("alloc", 0), ("phase", 0), ("spike", 8 * MIB), ("phase", 2), ("release", 0))
     trace = Trace("cpu", (Storage(MIB, "temporary"),), (), (), (), events, meta={"dead_names": [row]})
     trace.save(tmp_path / "trace.json")
     loaded = Trace.load(tmp_path / "trace.json")
+    assert freed_bytes(loaded) == {DeadName("a.py", "f", "x", 4, (2, 3), True): MIB}
+    assert freed_bytes(replace(trace, meta={"dead_names": [{**row, "is_unsaved": False}]})) == {}
     assert dead_in(loaded) == dead_in(trace) == [Dead(DeadName("a.py", "f", "x", 4, (2, 3), True), 0, 3)]
     assert find_dead(loaded) == []  # it was alive when the step was at its highest
     assert peak_without_dead(loaded) == 9 * MIB

@@ -14,11 +14,15 @@ from memfit.core.trace import DROP, RELEASE, SAVE, Trace
 
 @dataclass(frozen=True)
 class Dead:
-    """From before event `event` on, nobody in the program reads `storage`; `name` is what held it."""
+    """From before event `event` on, nobody in the program reads `storage`; `name` is what held it.
+
+    is_unsaved: autograd did not hold it either, so letting go of the name frees it there and then.
+    """
 
     name: DeadName
     storage: int
     event: int
+    is_unsaved: bool = True
 
 
 def dead_in(trace: Trace) -> list[Dead]:
@@ -27,7 +31,8 @@ def dead_in(trace: Trace) -> list[Dead]:
     found = []
     for row in trace.meta.get("dead_names", ()):
         name = DeadName(**{each: row[each] for each in known})
-        found.append(Dead(replace(name, bound_lines=tuple(name.bound_lines)), row["storage"], row["event"]))  # JSON has lists
+        name = replace(name, bound_lines=tuple(name.bound_lines))  # JSON has lists
+        found.append(Dead(name, row["storage"], row["event"], row["is_unsaved"]))
     return found
 
 
@@ -62,9 +67,10 @@ def let_go_early(trace: Trace, dead: Iterable[Dead], until: int | None = None) -
     return replace(trace, events=tuple(events))
 
 
-def bytes_of_names(trace: Trace) -> dict[DeadName, int]:
-    """The bytes each name was the last to hold when it died, largest first: what a release lets go of at these places in a step."""
+def freed_bytes(trace: Trace) -> dict[DeadName, int]:
+    """The bytes each name was the very last to hold when it died, largest first: what a release at these places frees in a step."""
     sums: dict[DeadName, int] = {}
     for each in dead_in(trace):
-        sums[each.name] = sums.get(each.name, 0) + trace.storages[each.storage].nbytes
+        if each.is_unsaved:
+            sums[each.name] = sums.get(each.name, 0) + trace.storages[each.storage].nbytes
     return dict(sorted(sums.items(), key=lambda item: -item[1]))

@@ -90,7 +90,7 @@ class Result:
     installed: whether memfit changed anything at all (False: the step fitted as it was).
     moves: the plan's, in forward order.
     eager_bytes_by_kind, bytes_by_kind: kind (trace.KINDS) -> bytes at the eager peak, and at the measured one.
-    let_go: variable, as '`logits` (train.py:34)' -> bytes a step that were let go there, after its last use; largest first.
+    let_go: variable, as '`logits` (train.py:34)' -> bytes a step that were freed there, after its last use; largest first.
     messages: what the runtime had to say, in order: replans, steps the guard caught, places it gave up.
     exit_reason: one of EXIT_REASONS; exit_code: of the script; error: the sentence of the exception that ended it,
         or ''.

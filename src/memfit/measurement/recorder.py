@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         self._estimates: dict[Any, int] = {}
         self._collections = CollectionWatch(lambda: self.live_bytes)
         self._gradients_freed = ""  # the line that cleared gradients before backward
-        self._dead: list[tuple[int, _Storage, DeadName]] = []
+        self._dead: list[tuple[int, _Storage, DeadName, bool]] = []
         self._overhead_seconds = 0.0
         self._start_seconds = 0.0
         self._num_operations = 0
@@ -176,8 +176,13 @@ class Recorder(TorchDispatchMode):
         meta["gradients_freed"] = self._gradients_freed
         meta["collections"] = [asdict(each) for each in self._collections.seen]
         meta["dead_names"] = [
-            {"event": len(self._prelude) + position, "storage": renumber[watched.index], **asdict(name)}
-            for position, watched, name in self._dead
+            {
+                "event": len(self._prelude) + position,
+                "storage": renumber[watched.index],
+                "is_unsaved": is_unsaved,
+                **asdict(name),
+            }
+            for position, watched, name, is_unsaved in self._dead
         ]
         meta["num_threads"] = torch.get_num_threads()
         trace = core.Trace(
@@ -280,7 +285,7 @@ class Recorder(TorchDispatchMode):
         """The program reads this name no more, and with it would go `num_tensors` that hold the storage: all there are, or not."""
         watched = self._watched.get(storage._cdata)
         if self._is_on and watched is not None and num_holders(storage) <= len(watched.handles) + num_tensors:
-            self._dead.append((len(self._events), watched, name))
+            self._dead.append((len(self._events), watched, name, not watched.handles))
 
     def _reclassify(self, watched: _Storage, kind: str) -> None:
         if watched.ref() is not None:

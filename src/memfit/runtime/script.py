@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memfit.core.dead import bytes_of_names
+from memfit.core.dead import freed_bytes
 from memfit.core.errors import MemfitError, TraceError
 from memfit.core.result import Result
 from memfit.core.trace import Trace
@@ -85,7 +85,7 @@ def run_script(path: str, args: list[str], session: Session, allow: str, *, rele
 
 def _let_go(session: Session) -> dict[str, int]:
     """See Result.let_go; of the last measured step."""
-    sums = bytes_of_names(session.traces[-1]) if session.traces else {}
+    sums = freed_bytes(session.traces[-1]) if session.traces else {}
     shown: dict[str, int] = {}
     for name, num_bytes in sums.items():
         if num_bytes >= _SMALLEST_TOLD_BYTES:
