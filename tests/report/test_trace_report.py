@@ -94,7 +94,9 @@ def test_a_peak_in_backward_is_inside_no_call_of_forward():
 
 
 def test_what_is_dead_stands_with_its_bytes_its_place_and_what_to_do():
-    finding = Finding("/home/me/project/nets/mlp.py", 9, 1, "MF203", "`x` is dead after line 9", "`del x` after line 9.", 96, measured=True)
+    finding = Finding(
+        "/home/me/project/nets/mlp.py", 9, 1, "MF203", "`x` is dead after line 9", "`del x` after line 9.", 96, measured=True
+    )
     assert (
         draw_text(draw_dead([finding], 4584, 4488))
         == """\
