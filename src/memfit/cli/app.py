@@ -10,6 +10,7 @@ import typer
 
 import memfit
 from memfit.cli.explain import explain
+from memfit.cli.leaks import leaks
 from memfit.cli.plan import plan
 from memfit.cli.run import run
 from memfit.cli.trace import trace
@@ -29,6 +30,7 @@ _SCRIPT_SETTINGS = {"allow_interspersed_args": False}
 app.command("run", context_settings=_SCRIPT_SETTINGS)(run)
 app.command("trace", context_settings=_SCRIPT_SETTINGS)(trace)
 app.command("plan")(plan)
+app.command("leaks", context_settings=_SCRIPT_SETTINGS)(leaks)
 app.command("explain")(explain)
 
 

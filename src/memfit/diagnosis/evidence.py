@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from memfit.diagnosis import growth as core
+from memfit.core import growth as core
 from memfit.diagnosis.places import find_attribute_store, find_exception_keeper, find_hook_registration
 from memfit.engine.need import tensors_in
 from memfit.measurement import holders
 from memfit.measurement.births import Ledger, Site, has_storage, line_text
 from memfit.measurement.graphs import has_graph, saved_storages, walk
 from memfit.measurement.holders import CONTAINERS, Chain, Heap
+
 
 @dataclass
 class Holding:
@@ -78,14 +79,15 @@ def look(heap: Heap, ledger: Ledger, sites: Iterable[Site]) -> Look:
         _collect(found, chain)
     for name, each in nodes.items():
         found.by_name[name].num_nodes = len(each)
+    for name, each in nodes.items():
         if not found.by_name[name].containers and any(_covers(each, other) for key, other in nodes.items() if key != name):
             del found.by_name[name]  # it hangs on another's graph, as the loss does on the state carried over
     return found
 
 
 def _covers(nodes: set[Any], others: set[Any]) -> bool:
-    """Whether these nodes are all of the others, or nearly, and more than they."""
-    return len(nodes) > len(others) and len(others - nodes) <= 0.1 * len(others)
+    """Whether these nodes are nearly all of the others, and few more."""
+    return len(nodes) > len(others) >= 0.8 * len(nodes) and len(others - nodes) <= 0.1 * len(others)
 
 
 def _collect(found: Look, chain: Chain) -> None:

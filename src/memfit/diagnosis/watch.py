@@ -24,8 +24,8 @@ from typing import Any, Generic, TypeVar
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from memfit.core import growth as core
 from memfit.core.errors import UnsupportedError
-from memfit.diagnosis import growth as core
 from memfit.diagnosis.evidence import Holding, Look, find_held, look
 from memfit.measurement.births import Birth, Ledger, Site, line_text
 from memfit.measurement.holders import take_heap
@@ -81,7 +81,8 @@ class _Candidate:
 class GrowthWatch(Generic[T]):
     """Watches while it is entered, or while it is iterated. Made by `memfit.watch_growth`.
 
-    budget_bytes: for the projection. max_steps: stop after so many steps (`on_enough` is called, then nothing is watched any more).
+    budget_bytes: for the projection. max_steps: watch so many steps;
+    then `on_enough` is called, if there is one.
     """
 
     def __init__(
@@ -90,13 +91,12 @@ class GrowthWatch(Generic[T]):
         *,
         budget_bytes: int | None = None,
         max_steps: int | None = None,
-        on_enough: Callable[[], None] | None = None,
         draw: Callable[[core.GrowthReport], str] | None = None,
     ) -> None:
         self._items = items
         self._budget_bytes = budget_bytes
         self._max_steps = max_steps
-        self._on_enough = on_enough
+        self.on_enough: Callable[[], None] | None = None
         self._draw = draw
         self._finder = LoopFinder(self._on_around, self._on_end)
         self._ledger = Ledger(self._finder, self._on_mark)
@@ -204,8 +204,8 @@ class GrowthWatch(Generic[T]):
             self._most[rank] = (loop.iteration, f"{core.show_path(loop.code.co_filename)}:{loop.line}")
         if self._max_steps is not None and loop.iteration >= self._max_steps and rank == max(self._most):
             self.pause()
-            if self._on_enough is not None:
-                self._on_enough()
+            if self.on_enough is not None:
+                self.on_enough()
 
     def _sample(self, loop: Loop, record: _Record) -> None:
         is_full = False
@@ -299,7 +299,7 @@ class GrowthWatch(Generic[T]):
         active = self._finder.active
         outer = active[-1] if active and active[-1] is not loop else None
         born = max(1.0, (self._ledger.born_bytes - record.born_bytes) / max(1, loop.iteration - 1))
-        named = set()
+        nodes = self._nodes_per_step(record)
         for site, samples in record.samples.items():
             holding = record.holdings.get(site)
             rise = self._rise(site, samples)
@@ -308,18 +308,29 @@ class GrowthWatch(Generic[T]):
                 rise = core.Rise(per_step, 0.0, loop.iteration)
             if rise is None or (holding is None and rise.bytes_per_step < core.MIN_BYTES):
                 continue
-            named.add(holding.name if holding is not None else "")
             growth = self._growth(loop, record, site, holding, rise, rise.bytes_per_step / born)
+            if holding is not None and holding.name in nodes:
+                growth = replace(growth, nodes_per_step=nodes[holding.name])
+                record.by_name.pop(holding.name, None)
             births = tuple(site.alive)[-samples[-1].count :]
-            births = births[: -2 or None][:: max(1, len(births) // 8)]
+            births = births[:: max(1, len(births) // 8)]
             self._candidates.append(_Candidate(site, growth, (loop.rank, loop.number), births, outer))
-        for name, counts in record.nodes.items():
-            (first, few), (last, many) = counts[0], counts[-1]
-            per_step = (many - few) / max(1, last - first)
-            if per_step >= 1 and len(counts) >= 2 and last == max(seen[-1][0] for seen in record.nodes.values()):
+        for name, per_step in nodes.items():
+            if name in record.by_name:
                 growth = self._growth(loop, record, None, record.by_name[name], core.Rise(0.0, 0.0, loop.iteration), 0.0)
-                growth = replace(growth, nodes_per_step=round(per_step))
+                growth = replace(growth, nodes_per_step=per_step)
                 self._candidates.append(_Candidate(None, growth, (loop.rank, loop.number), (), outer))
+
+    @staticmethod
+    def _nodes_per_step(record: _Record) -> dict[str, int]:
+        """By holder: how many autograd nodes more each step, from the first look to the last."""
+        latest = max((seen[-1][0] for seen in record.nodes.values()), default=0)
+        found = {}
+        for name, seen in record.nodes.items():
+            (first, few), (last, many) = seen[0], seen[-1]
+            if last == latest and last > first and (many - few) / (last - first) >= 1:
+                found[name] = round((many - few) / (last - first))
+        return found
 
     def _growth(
         self, loop: Loop, record: _Record, site: Site | None, holding: Holding | None, rise: core.Rise, share: float

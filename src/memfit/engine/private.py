@@ -130,7 +130,9 @@ def read_saved(node: Any) -> list[tuple[str, torch.Tensor]]:
     for name in names:
         try:
             raw = getattr(node, name)
-            if any(getattr(each, "unpack_hook", None) is not None for each in (raw if isinstance(raw, (list, tuple)) else (raw,))):
+            if any(
+                getattr(each, "unpack_hook", None) is not None for each in (raw if isinstance(raw, (list, tuple)) else (raw,))
+            ):
                 continue
             # a Function written in Python names them `saved_tensors`
             saved = getattr(node, "saved_tensors" if name == "_raw_saved_tensors" else name.replace("_raw", "", 1))

@@ -155,7 +155,9 @@ class Ledger(TorchDispatchMode):
         birth.site = birth.written = site
         self._births[birth.key] = birth
         if site.alive and not site.is_own_input and next(reversed(site.alive)).nbytes < nbytes:
-            site.is_own_input = any((source := self.birth_of(each)) is not None and source.site is site for each in tensors_in(args))
+            site.is_own_input = any(
+                (source := self.birth_of(each)) is not None and source.site is site for each in tensors_in(args)
+            )
         site.alive[birth] = None
         site.live_bytes += nbytes
         site.born_bytes += nbytes

@@ -11,6 +11,7 @@ import collections
 import functools
 import gc
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -169,9 +170,7 @@ def _through_graphs(heap: Heap, keys: list[int]) -> dict[int, Chain]:
         words = f"a graph of {{}} nodes -> {type(node).__name__} saved `{name}`"
         if best is not None:
             chain = holders[id(best.head)]
-            found[key] = Chain(
-                chain.words, chain.root, chain.objects, head=best.head, graph=words.format(len(best.nodes))
-            )
+            found[key] = Chain(chain.words, chain.root, chain.objects, head=best.head, graph=words.format(len(best.nodes)))
             continue
         for graph in heads[key]:  # a gradient with a graph that leads back to its own parameter
             owner = heap.grads.get(id(graph.head))
@@ -200,6 +199,7 @@ def _search(heap: Heap, targets: list[Any]) -> dict[int, Chain]:
     holders: dict[int, list[int]] = {}  # id: ids of what refers to it
     roots: dict[int, str] = {}
     frontier = list(seen.values())
+    ours = {id(seen), id(holders), id(heap), *map(id, vars(heap).values())}  # an address among `existing` may be theirs by now
     for _ in range(MAX_DEPTH):
         for each in frontier:
             if id(each) in heap.names:
@@ -207,6 +207,7 @@ def _search(heap: Heap, targets: list[Any]) -> dict[int, Chain]:
                 roots[id(each)] = f"local `{name}` of {where}()"
         wanted = {id(each): each for each in frontier if id(each) not in roots}
         following: list[Any] = []
+        passing = ours | {id(frontier), id(wanted), id(following)}
 
         def add(child: Any, holder: Any, following: list[Any] = following) -> None:
             holders.setdefault(id(child), []).append(id(holder))
@@ -218,7 +219,11 @@ def _search(heap: Heap, targets: list[Any]) -> dict[int, Chain]:
             if id(each) in heap.grads:
                 add(each, heap.grads[id(each)])
         for holder in gc.get_referrers(*wanted.values()) if wanted else ():
-            if id(holder) not in heap.existing or (isinstance(holder, types.FrameType) and holder in heap.frames):
+            if (
+                id(holder) not in heap.existing
+                or id(holder) in passing
+                or (isinstance(holder, types.FrameType) and holder in heap.frames)
+            ):
                 continue
             for child in gc.get_referents(holder):
                 if id(child) not in wanted:
@@ -237,6 +242,7 @@ def _search(heap: Heap, targets: list[Any]) -> dict[int, Chain]:
         chain.root = roots.get(way[0], "")
         chain.words = [chain.root or f"a {type(chain.objects[0]).__name__}", *_name_edges(heap, chain.objects)]
         found[id(each)] = chain
+    seen.clear()  # should it hold itself after all, it must not live on with all it holds
     return found
 
 
@@ -270,7 +276,7 @@ def _way(top: int, start: int, came: dict[int, int]) -> list[int]:
 def _name_edges(heap: Heap, objects: list[Any]) -> list[str]:
     """A word for each step from an object to the next; an instance and its __dict__ are one step, as are a module's registries."""
     words: list[str] = []
-    for index, (holder, held) in enumerate(zip(objects, objects[1:], strict=False)):
+    for index, (holder, held) in enumerate(itertools.pairwise(objects)):
         above = objects[index - 1] if index else None
         if isinstance(held, dict) and held is _space_of(heap, holder):
             continue
@@ -289,7 +295,9 @@ def _name_edges(heap: Heap, objects: list[Any]) -> list[str]:
 
 def name_ring(heap: Heap, chain: Chain) -> str:
     """The ring of a chain that is one, from an instance back to it: 'Net._forward_hooks[0] -> function log -> closure -> the same Net'."""
-    ring = chain.objects[: 1 + next(index for index in range(1, len(chain.objects)) if chain.objects[index] is chain.objects[0])]
+    ring = chain.objects[
+        : 1 + next(index for index in range(1, len(chain.objects)) if chain.objects[index] is chain.objects[0])
+    ]
     plain = (dict, list, tuple, set, types.CellType, types.FunctionType, types.MethodType, collections.deque)
     turn = next((index for index, each in enumerate(ring) if not isinstance(each, plain)), 0)
     ring = [*ring[turn:-1], *ring[:turn], ring[turn]]

@@ -116,7 +116,12 @@ def find_loops(code: CodeType) -> tuple[tuple[int, int], ...]:
     ends: dict[int, int] = {}
     jumps = {*dis.hasjrel, *dis.hasjabs}
     for each in dis.get_instructions(code):
-        if each.opcode in jumps and isinstance(each.argval, int) and each.argval <= each.offset and "NO_INTERRUPT" not in each.opname:
+        if (
+            each.opcode in jumps
+            and isinstance(each.argval, int)
+            and each.argval <= each.offset
+            and "NO_INTERRUPT" not in each.opname
+        ):
             ends[each.argval] = max(ends.get(each.argval, 0), each.offset)
     return tuple(sorted(ends.items(), key=lambda loop: loop[1] - loop[0]))
 
@@ -187,7 +192,7 @@ class LoopFinder:
 
     def _compare(self, found: list[tuple[FrameType, _Code, FrameType | None]], key: Any) -> None:
         stack: list[tuple[Token, _Code]] = []
-        for frame, known, child in found:
+        for frame, known, _ in found:
             token = _token_of(frame)
             if token is not None:
                 stack.append((token, known))

@@ -53,16 +53,19 @@ class Watchpoint:
         return True
 
     def stop(self, frame: FrameType | None) -> None:
-        """End, and let go of everything."""
+        """End, and let go of everything. Not from inside a trace function: Python would write the cleared locals back."""
+        self._detach()
+        while frame is not None:  # before Python 3.13 tracing leaves a copy of the locals in each frame
+            if frame.f_trace is not None:
+                read_locals(frame)
+            frame = frame.f_back
+
+    def _detach(self) -> None:
         if Token.tracer == self._on_event:
             self._compare()
             sys.settrace(None)
             Token.tracer = None
         self._containers = []
-        while frame is not None:  # before Python 3.13 tracing leaves a copy of the locals in each frame
-            if frame.f_trace is not None:
-                read_locals(frame)
-            frame = frame.f_back
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
         if self._finder.is_outside(frame.f_code):
@@ -79,7 +82,7 @@ class Watchpoint:
         self._last = (frame.f_code.co_filename, frame.f_lineno)
         loop = self._loop
         if frame.f_trace is loop.token and (event == "return" or not loop.start <= frame.f_lasti <= loop.end):
-            self.stop(frame)
+            self._detach()
         elif event == "return" and isinstance(argument, (dict, tuple, list, collections.abc.Mapping)):
             self._returned[id(argument)] = self._last
             if len(self._returned) > _MAX_RETURNED:

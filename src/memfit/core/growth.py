@@ -6,9 +6,11 @@ arrives once (an optimizer's), queues that fill up and caches that have seen all
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from memfit.core.finding import Finding
 from memfit.core.sizes import format_size
@@ -33,7 +35,7 @@ CODES = {
 }
 MIN_SAMPLES = 3
 MIN_BYTES = 64  # a step: below, it takes 16 million steps to fill a gigabyte
-MIN_SHARE = 0.05  # of the bytes a step makes: a program may collect its results
+MIN_SHARE = 0.02  # of the bytes a step makes: a program may collect its results
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,17 @@ class GrowthReport:
         return max(0, (self.budget_bytes - self.live_bytes) // self.bytes_per_step)
 
 
+def save(report: GrowthReport, path: str | Path) -> None:
+    """Write it as JSON: the report's own fields, and its findings as `findings`."""
+    document = {
+        "format": "memfit-growth",
+        **asdict(report),
+        "findings": [asdict(each) for each in report.findings],
+        "steps_left": report.steps_left,
+    }
+    Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
 def judge(samples: Sequence[Sample], *, is_own_input: bool) -> Rise | None:
     """The rise in the samples' last two thirds, if it goes on to the end; None for what has settled or falls.
 
@@ -188,9 +201,8 @@ def _message(growth: Growth) -> str:
         return f"{size} are held by nothing but {growth.chain}."
     nodes = f" and {growth.nodes_per_step} graph nodes" if growth.nodes_per_step else ""
     if growth.num_bytes < MIN_BYTES and growth.nodes_per_step:
-        return (
-            f"0 tensor bytes but {growth.nodes_per_step} graph nodes a step (host memory) grow, held by {growth.chain}"
-            + (": backward() has freed what they saved." if growth.is_backwarded else ".")
+        return f"0 tensor bytes but {growth.nodes_per_step} graph nodes a step (host memory) grow, held by {growth.chain}" + (
+            ": backward() has freed what they saved." if growth.is_backwarded else "."
         )
     end = ", until its loop ends" if growth.until_end else ""
     return f"{size}{nodes} a step grow{end}, held by {growth.chain}."
