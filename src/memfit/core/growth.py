@@ -24,17 +24,19 @@ CONTAINER, GRAPH, NAME, CYCLE, GRAPH_CYCLE, TRACEBACK, CACHE = (
     "traceback",
     "cache",
 )
+# `memfit explain leaks` says what they are.
 CODES = {
-    CONTAINER: "MF501",
-    GRAPH: "MF502",
-    NAME: "MF503",
-    CYCLE: "MF504",
-    GRAPH_CYCLE: "MF505",
-    TRACEBACK: "MF506",
-    CACHE: "MF507",
+    CONTAINER: "MF131",
+    GRAPH: "MF132",
+    NAME: "MF133",
+    CYCLE: "MF134",
+    GRAPH_CYCLE: "MF135",
+    TRACEBACK: "MF136",
+    CACHE: "MF137",
 }
 MIN_SAMPLES = 3
 MIN_BYTES = 64  # a step: below, it takes 16 million steps to fill a gigabyte
+MIN_SHARE_FOR_A_WHILE = 0.1  # the same for what an evaluation or a rollout piles up and lets go at its end
 MIN_SHARE = 0.02  # of the bytes a step makes: a program may collect its results
 
 
@@ -94,7 +96,8 @@ class Growth:
             return self.num_bytes >= MIN_BYTES
         if self.nodes_per_step >= 1 or (self.kind == GRAPH and self.num_bytes >= MIN_BYTES):
             return True
-        return self.num_bytes >= MIN_BYTES and (self.share >= MIN_SHARE or self.is_attached)
+        least = MIN_SHARE_FOR_A_WHILE if self.until_end and not self.is_backwarded else MIN_SHARE
+        return self.num_bytes >= MIN_BYTES and (self.share >= least or self.is_attached)
 
 
 @dataclass(frozen=True)

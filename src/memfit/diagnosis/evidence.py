@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from memfit.core import growth as core
+from memfit.core.sizes import format_size
 from memfit.diagnosis.places import find_attribute_store, find_exception_keeper, find_hook_registration
 from memfit.engine.need import tensors_in
 from memfit.measurement import holders
-from memfit.measurement.births import Ledger, Site, has_storage, line_text
+from memfit.measurement.births import Ledger, Site, has_storage, line_text, read_locals
 from memfit.measurement.graphs import has_graph, saved_storages, walk
 from memfit.measurement.holders import CONTAINERS, Chain, Heap
 
@@ -74,7 +75,7 @@ def look(heap: Heap, ledger: Ledger, sites: Iterable[Site]) -> Look:
         place = birth.written.place if birth is not None else None
         found.by_name.setdefault(
             chain.name,
-            Holding(core.GRAPH, chain.name, chain.name, place, _containers(chain), is_attached=True),
+            Holding(core.GRAPH, chain.name, chain.text, place, _containers(chain), is_attached=True),
         )
         _collect(found, chain)
     for name, each in nodes.items():
@@ -100,9 +101,9 @@ def _containers(chain: Chain) -> tuple[int, ...]:
 
 
 def _hold(heap: Heap, ledger: Ledger, site: Site, storage: torch.UntypedStorage, chain: Chain) -> Holding:
-    words = " -> ".join(holders.join_words(chain.words))
+    words = chain.text if chain.objects else ""
     if chain.is_ring and chain.head is not None:
-        return Holding(core.GRAPH_CYCLE, chain.name, f"{words} -> {chain.graph} -> the same parameter", _created(ledger))
+        return Holding(core.GRAPH_CYCLE, chain.name, f"{chain.text} -> {chain.graph} -> the same parameter", _created(ledger))
     if chain.is_ring:
         return Holding(core.CYCLE, chain.name, holders.name_ring(heap, chain), _cycle_place(chain))
     if chain.head is not None:
@@ -154,7 +155,7 @@ def _find_failed_calls(heap: Heap, ledger: Ledger) -> list[core.Growth]:
         if error is None or not chain.root or id(error) in handled:
             continue
         sizes = failed.setdefault(id(error), (error, chain, {}))[2]
-        for tensor in tensors_in(tuple(holders.read_locals(frame).values())):
+        for tensor in tensors_in(tuple(read_locals(frame).values())):
             birth = ledger.birth_of(tensor)
             others = heap.by_storage.get(tensor.untyped_storage()._cdata, ()) if birth is not None else ()
             if birth is not None and not any(id(each) in heap.names for each in others):
@@ -166,9 +167,8 @@ def _find_failed_calls(heap: Heap, ledger: Ledger) -> list[core.Growth]:
             continue
         path = trace.tb_frame.f_code.co_filename
         line = find_exception_keeper(path, trace.tb_lineno) or trace.tb_lineno
-        words = [word for word in holders.join_words(chain.words) if word != "next"]
         found.append(
-            core.Growth(core.TRACEBACK, path, line, line_text(path, line), num_bytes=sum(sizes.values()), per_step=False, chain=" -> ".join(words))
+            core.Growth(core.TRACEBACK, path, line, line_text(path, line), num_bytes=sum(sizes.values()), per_step=False, chain=chain.text.replace(" -> next", ""))
         )  # fmt: skip
     return found
 
@@ -232,7 +232,7 @@ def _find_graph_cycles(heap: Heap, ledger: Ledger) -> list[core.Growth]:
                 place = place or birth.site.place
     if not sizes or place is None:
         return []
-    total = core.format_size(sum(sizes.values()))
+    total = format_size(sum(sizes.values()))
     chain = f"parameter -> .grad -> its graph -> the same parameter ({num_lost} times so far, {total})"
     per_step = sum(sizes.values()) // num_lost
     return [core.Growth(core.GRAPH_CYCLE, *place, line_text(*place), num_bytes=per_step, num_steps=num_lost, chain=chain)]

@@ -50,7 +50,7 @@ def find_attribute_store(path: str, kind: str, attribute: str) -> int | None:
         if isinstance(node, ast.ClassDef):
             for inner in ast.walk(node):
                 if (line := _stores(inner, attribute)) is not None:
-                    says_self = any(_is_name(each, "self") and isinstance(each.ctx, ast.Load) for each in _values(inner))
+                    says_self = any(_is_name(each, "self") for each in _values(inner))
                     found.append(((0 if node.name == kind else 2) + (0 if says_self else 1), line))
         elif (line := _stores(node, attribute)) is not None:
             found.append((4, line))
@@ -64,7 +64,7 @@ def _walk(path: str) -> Iterator[ast.AST]:
         return
 
 
-def _is_name(node: ast.AST | None, name: str) -> bool:
+def _is_name(node: ast.AST | None, name: str | None) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 

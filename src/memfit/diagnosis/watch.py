@@ -33,8 +33,11 @@ from memfit.measurement.loops import BACKWARD, MODULE, NOTHING, OPTIMIZER, Loop,
 from memfit.measurement.watchpoint import Growth as Grown
 from memfit.measurement.watchpoint import Watchpoint
 
+UNKNOWN = "a holder that was not looked for"
 LOOK_SHARE = 0.03
 MAX_SAMPLES = 48  # of one place in one loop; then every second one goes
+_MIN_SETTLED = 1024  # bytes
+_MAX_SETTLED = 6  # places
 _FREE_LOOKS = 12  # before their share of the time counts
 
 T = TypeVar("T")
@@ -70,7 +73,11 @@ class _Candidate:
     outer: Loop | None
     is_needed: bool = False
     is_dropped: bool = False
-    is_settled: bool = False
+
+    @property
+    def order(self) -> tuple[int, bool, int, int]:
+        """What makes it the one to report, of several of one site."""
+        return self.loop[0], self.growth.chain != UNKNOWN, self.growth.num_steps, self.loop[1]
 
     @property
     def share_alive(self) -> float:
@@ -100,7 +107,8 @@ class GrowthWatch(Generic[T]):
         self._draw = draw
         self._finder = LoopFinder(self._on_around, self._on_end)
         self._ledger = Ledger(self._finder, self._on_mark)
-        self._candidates: list[_Candidate] = []
+        self._candidates: list[_Candidate] = []  # of loops that are over, while the loop around them goes on
+        self._kept: dict[Any, _Candidate] = {}  # by site
         self._held: dict[tuple[str, str, int], core.Growth] = {}
         self._looks: dict[tuple[Any, int], int] = {}
         self._num_looks = self._num_collector_looks = 0
@@ -108,6 +116,7 @@ class GrowthWatch(Generic[T]):
         self._start = 0.0
         self._is_looking = False
         self._most: dict[int, tuple[int, str]] = {}  # by rank: (most iterations, file:line of the loop)
+        self._settled: dict[int, dict[str, int]] = {}  # by rank of the loop: file:line, bytes
         self._messages: list[str] = []
         self._remove_hook: Callable[[], None] | None = None
         self._report: core.GrowthReport | None = None
@@ -175,7 +184,7 @@ class GrowthWatch(Generic[T]):
         self._finder.mark(rank)
         if rank in (BACKWARD, OPTIMIZER):
             for each in self._candidates:
-                if not each.is_settled and each.births and each.share_alive >= 0.5:
+                if each.births and each.share_alive >= 0.5:
                     each.is_needed = True
 
     def _on_around(self, loop: Loop) -> None:
@@ -306,13 +315,18 @@ class GrowthWatch(Generic[T]):
             if holding is not None and holding.kind == core.CYCLE:
                 per_step = (site.born_bytes - record.born_here.get(site, 0)) / max(1, loop.iteration)  # all of it waits
                 rise = core.Rise(per_step, 0.0, loop.iteration)
+            if rise is None and site.first >= loop.entered and min(each.num_bytes for each in samples) >= _MIN_SETTLED:
+                place = "{}:{}".format(*_shown(site.place))
+                settled = self._settled.setdefault(loop.rank, {})
+                settled[place] = max(settled.get(place, 0), samples[-1].num_bytes)
             if rise is None or (holding is None and rise.bytes_per_step < core.MIN_BYTES):
                 continue
             growth = self._growth(loop, record, site, holding, rise, rise.bytes_per_step / born)
             if holding is not None and holding.name in nodes:
                 growth = replace(growth, nodes_per_step=nodes[holding.name])
                 record.by_name.pop(holding.name, None)
-            births = tuple(site.alive)[-samples[-1].count :]
+            piled = round(rise.count_per_step * loop.iteration)
+            births = tuple(site.alive)[: samples[-1].count][-piled or None :]  # not those of the last iteration
             births = births[:: max(1, len(births) // 8)]
             self._candidates.append(_Candidate(site, growth, (loop.rank, loop.number), births, outer))
         for name, per_step in nodes.items():
@@ -355,7 +369,7 @@ class GrowthWatch(Generic[T]):
             num_bytes=round(rise.bytes_per_step),
             num_steps=rise.num_steps,
             loop=f"{core.show_path(loop.code.co_filename)}:{loop.line}",
-            chain=holding.chain if holding is not None else "a holder that was not looked for",
+            chain=holding.chain if holding is not None else UNKNOWN,
             is_attached=holding is not None and holding.is_attached,
             is_backwarded=loop.rank >= BACKWARD,
             used_bytes=round(rise.bytes_per_step * share_used) if share_used < 0.5 else None,
@@ -365,13 +379,24 @@ class GrowthWatch(Generic[T]):
 
     def _settle(self, outer: Loop) -> None:
         """The loop goes around: what loops inside it piled up is gone, or it stays."""
-        for each in self._candidates:
-            if each.outer is outer and not each.is_settled:
+        inside = [each for each in self._candidates if each.outer is outer]
+        if inside:
+            self._candidates = [each for each in self._candidates if each.outer is not outer]
+            for each in inside:
                 self._settle_one(each)
+                self._keep(each)
+
+    def _keep(self, each: _Candidate) -> None:
+        """Of one site, the growth in the loop that is most surely made of steps, whose holder is known, and the longest watched."""
+        if each.is_dropped:
+            return
+        key = each.site if each.site is not None else (each.growth.path, each.growth.line, each.growth.chain)
+        known = self._kept.get(key)
+        if known is None or each.order > known.order:
+            self._kept[key] = each
 
     @staticmethod
     def _settle_one(each: _Candidate) -> None:
-        each.is_settled = True
         is_gone = bool(each.births) and each.share_alive <= 0.25
         each.is_dropped = is_gone and each.is_needed
         if is_gone and each.growth.per_step:
@@ -379,16 +404,18 @@ class GrowthWatch(Generic[T]):
 
     def _judge(self) -> core.GrowthReport:
         for each in self._candidates:
-            if not each.is_settled:
-                self._settle_one(each)
-                each.growth = replace(each.growth, until_end=False)
+            self._settle_one(each)
+            each.growth = replace(each.growth, until_end=False)
+            self._keep(each)
+        self._candidates = []
         best_rank = max(self._most, default=NOTHING)
-        kept = [each for each in self._candidates if not each.is_dropped and (each.loop[0] > NOTHING or best_rank == NOTHING)]
-        growths = [*merge(_best_of_each_site(kept)), *self._held.values()]
+        kept = [each.growth for each in self._kept.values() if each.loop[0] > NOTHING or best_rank == NOTHING]
+        growths = [*merge(kept), *self._held.values()]
         num_steps, step_loop = self._most.get(best_rank, (0, ""))
         return core.GrowthReport(
             program="",
             growths=tuple(sorted(growths, key=lambda each: (not each.is_material, -each.num_bytes, each.path, each.line))),
+            settled=tuple(sorted(self._settled.get(best_rank, {}).items(), key=lambda each: -each[1])[:_MAX_SETTLED]),
             num_steps=num_steps + 1 if num_steps else 0,
             step=f"{_STEP[best_rank]} in the loop at {step_loop}" if step_loop else "",
             live_bytes=self._ledger.live_bytes,
@@ -403,21 +430,6 @@ _active: GrowthWatch[Any] | None = None
 
 def _shown(place: tuple[str, int]) -> tuple[str, int]:
     return core.show_path(place[0]), place[1]
-
-
-def _best_of_each_site(candidates: list[_Candidate]) -> list[core.Growth]:
-    """One growth for each site: of the loop that is most surely made of steps, the innermost, the longest watched."""
-    best: dict[Any, _Candidate] = {}
-    for each in candidates:
-        key = each.site if each.site is not None else (each.growth.path, each.growth.line, each.growth.chain)
-        known = best.get(key)
-        if known is None or _order(each) > _order(known):
-            best[key] = each
-    return [each.growth for each in best.values()]
-
-
-def _order(each: _Candidate) -> tuple[int, int, int]:
-    return each.loop[0], each.growth.num_steps, each.loop[1]
 
 
 def merge(growths: list[core.Growth]) -> list[core.Growth]:

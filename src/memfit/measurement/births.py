@@ -31,15 +31,27 @@ class Site:
 
     alive: their births, oldest first. born_bytes: of all that were ever made.
     is_own_input: a storage made here was computed from one made here and is larger than it (`kept = torch.cat((kept, new))`).
-    module: class name of the innermost module that ran, at the last birth.
+    first: how many operations there had been when it came up. module: class name of the innermost module that ran, at the last birth.
     """
 
-    __slots__ = ("alive", "born_bytes", "code", "device", "in_backward", "is_own_input", "live_bytes", "module", "offset")
+    __slots__ = (
+        "alive",
+        "born_bytes",
+        "code",
+        "device",
+        "first",
+        "in_backward",
+        "is_own_input",
+        "live_bytes",
+        "module",
+        "offset",
+    )
 
-    def __init__(self, code: CodeType, offset: int, device: str, in_backward: bool) -> None:
+    def __init__(self, code: CodeType, offset: int, device: str, in_backward: bool, first: int) -> None:
         self.code = code
         self.offset = offset
         self.device = device
+        self.first = first
         self.in_backward = in_backward
         self.alive: dict[Birth, None] = {}
         self.live_bytes = 0
@@ -171,11 +183,11 @@ class Ledger(TorchDispatchMode):
         key = (*place, device, in_backward)
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(*key)
+            site = self._sites[key] = Site(*key, self.finder.num_looks)
         return site
 
     def _on_death(self, birth: Any) -> None:
-        if self._births.get(birth.key) is birth:
+        if birth.key in self._births and self._births[birth.key] is birth:
             del self._births[birth.key]
         site = birth.site
         if birth in site.alive:

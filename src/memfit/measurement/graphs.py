@@ -30,9 +30,9 @@ class Graph:
 def walk(head: torch.Tensor, max_nodes: int = MAX_NODES) -> Graph:
     """All nodes that the tensor's backward pass would visit, nearest first."""
     graph = Graph(head)
-    level = [head.grad_fn]
+    level: list[Any] = [head.grad_fn]
     while level and len(graph.nodes) < max_nodes:
-        following = []
+        following: list[Any] = []
         for node in level:
             if node is not None and node not in graph.nodes:
                 graph.nodes[node] = None

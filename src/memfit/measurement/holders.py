@@ -38,7 +38,7 @@ _CACHE = type(functools.lru_cache(maxsize=1)(len))
 class Chain:
     """The references from a root to an object.
 
-    words: one each, root first; root: the first of them, '' where none was found.
+    words: one each, the root's name first; root: where that name is, 'train()' or '__main__'; '' where no root was found.
     objects: what they stand for, from the root's object to the target. Let go of it soon.
     is_ring: the way upwards came back to an object it had passed, and no root was found: garbage for the cycle collector.
     head: the tensor whose graph holds the target, or None. graph: what of the graph lies between, in words.
@@ -54,7 +54,13 @@ class Chain:
     @property
     def name(self) -> str:
         """The root and its attributes, without indices: the same for all elements of one list."""
-        return "".join(word for word in self.words if not word.startswith("[") or word.startswith("['"))
+        return "".join(word for word in self.words if not word.startswith("[") or word.startswith("['")) + f" in {self.root}"
+
+    @property
+    def text(self) -> str:
+        """'`log.history['out'][2]` in train()', and what follows if the way goes through more than names."""
+        first, *rest = join_words(self.words)
+        return " -> ".join([f"`{first}` in {self.root}" if self.root else first, *rest])
 
 
 @dataclass
@@ -96,7 +102,7 @@ def take_heap(frame: types.FrameType) -> Heap:
             heap.globals[id(each.f_globals)] = str(each.f_globals.get("__name__", "?"))
         if each.f_code.co_flags & inspect.CO_OPTIMIZED:
             for name, value in read_locals(each).items():
-                heap.names[id(value)] = (name, each.f_code.co_name)
+                heap.names[id(value)] = (name, f"{each.f_code.co_name}()")
     for tensor in heap.tensors:
         if has_storage(tensor):
             heap.by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
@@ -175,9 +181,7 @@ def _through_graphs(heap: Heap, keys: list[int]) -> dict[int, Chain]:
         for graph in heads[key]:  # a gradient with a graph that leads back to its own parameter
             owner = heap.grads.get(id(graph.head))
             if owner is not None and any(tensor is owner for each in graph.nodes for tensor in _leaf_of(each)):
-                found[key] = Chain(
-                    ["a parameter", ".grad"], is_ring=True, head=graph.head, graph=words.format(len(graph.nodes))
-                )
+                found[key] = Chain(["parameter", ".grad"], is_ring=True, head=graph.head, graph=words.format(len(graph.nodes)))
                 break
     return found
 
@@ -197,14 +201,13 @@ def _search(heap: Heap, targets: list[Any]) -> dict[int, Chain]:
     """Chains to the targets by id. One search for all of them."""
     seen: dict[int, Any] = {id(each): each for each in targets}
     holders: dict[int, list[int]] = {}  # id: ids of what refers to it
-    roots: dict[int, str] = {}
+    roots: dict[int, tuple[str, str]] = {}  # id: a name for it, and the function or module where
     frontier = list(seen.values())
     ours = {id(seen), id(holders), id(heap), *map(id, vars(heap).values())}  # an address among `existing` may be theirs by now
     for _ in range(MAX_DEPTH):
         for each in frontier:
             if id(each) in heap.names:
-                name, where = heap.names[id(each)]
-                roots[id(each)] = f"local `{name}` of {where}()"
+                roots[id(each)] = heap.names[id(each)]
         wanted = {id(each): each for each in frontier if id(each) not in roots}
         following: list[Any] = []
         passing = ours | {id(frontier), id(wanted), id(following)}
@@ -229,7 +232,7 @@ def _search(heap: Heap, targets: list[Any]) -> dict[int, Chain]:
                 if id(child) not in wanted:
                     continue
                 if id(holder) in heap.globals:
-                    roots.setdefault(id(child), f"global `{_key_in(holder, child)}` of {heap.globals[id(holder)]}")
+                    roots.setdefault(id(child), (str(_key_in(holder, child)), heap.globals[id(holder)]))
                 else:
                     add(child, holder)
         frontier = following
@@ -239,14 +242,15 @@ def _search(heap: Heap, targets: list[Any]) -> dict[int, Chain]:
     for each in targets:
         way, is_ring = _climb(id(each), holders, roots)
         chain = Chain(objects=[seen[key] for key in way], is_ring=is_ring and not frontier)
-        chain.root = roots.get(way[0], "")
-        chain.words = [chain.root or f"a {type(chain.objects[0]).__name__}", *_name_edges(heap, chain.objects)]
+        name, where = roots.get(way[0], (f"a {type(chain.objects[0]).__name__}", ""))
+        chain.root = where
+        chain.words = [name, *_name_edges(heap, chain.objects)]
         found[id(each)] = chain
     seen.clear()  # should it hold itself after all, it must not live on with all it holds
     return found
 
 
-def _climb(start: int, holders: dict[int, list[int]], roots: dict[int, str]) -> tuple[list[int], bool]:
+def _climb(start: int, holders: dict[int, list[int]], roots: dict[int, Any]) -> tuple[list[int], bool]:
     """The shortest way from a root to start; without one, a ring through start or through what holds it, as (way, True)."""
     came: dict[int, int] = {start: 0}
     queue = collections.deque([start])

@@ -56,13 +56,14 @@ class Loop:
 
     iteration: the one that runs now, from 0. marked: in how many iterations each of MODULE, BACKWARD, OPTIMIZER happened.
     number: how many loops were entered before this one; instance: how often this loop of this code had been entered before.
-    token: of its frame. data: whatever the listener keeps with it.
+    entered: how many operations there had been. token: of its frame. data: whatever the listener keeps with it.
     """
 
-    __slots__ = ("_last", "code", "data", "end", "instance", "iteration", "marked", "number", "start", "token")
+    __slots__ = ("_last", "code", "data", "end", "entered", "instance", "iteration", "marked", "number", "start", "token")
 
-    def __init__(self, token: Token, code: CodeType, start: int, end: int, number: int, instance: int) -> None:
+    def __init__(self, token: Token, code: CodeType, start: int, end: int, *, number: int, instance: int, entered: int) -> None:
         self.token = token
+        self.entered = entered
         self.code = code
         self.start = start
         self.end = end
@@ -139,6 +140,7 @@ class LoopFinder:
         self._stack: list[tuple[Token, _Code]] = []  # at the last look, outermost first
         self._instances: dict[tuple[CodeType, int], int] = {}
         self._num_loops = 0
+        self.num_looks = 0  # operations so far
 
     @property
     def active(self) -> list[Loop]:
@@ -153,6 +155,7 @@ class LoopFinder:
 
     def look(self, frame: FrameType | None, key: Any) -> tuple[CodeType, int] | None:
         """An operation `key` is called from `frame`. Gives the place: code and offset of the innermost frame of the program's."""
+        self.num_looks += 1
         place: tuple[CodeType, int] | None = None
         found: list[tuple[FrameType, _Code, FrameType | None]] = []
         child: FrameType | None = None
@@ -203,8 +206,8 @@ class LoopFinder:
         self._stack = stack
         arounds = []
         for frame, known, child in found:
-            token = frame.f_trace
-            if type(token) is not Token or not known.loops:
+            token = _token_of(frame)
+            if token is None or not known.loops:
                 continue
             called = key if child is None else child.f_code
             callee = None if child is None else _token_of(child)
@@ -238,7 +241,8 @@ class LoopFinder:
             if start <= offset <= end and all(loop.start != start for loop in token.loops):
                 instance = self._instances.get((code, start), 0)
                 self._instances[code, start] = instance + 1
-                token.loops.append(Loop(token, code, start, end, self._num_loops, instance))
+                loop = Loop(token, code, start, end, number=self._num_loops, instance=instance, entered=self.num_looks)
+                token.loops.append(loop)
                 self._num_loops += 1
         return around
 
