@@ -187,6 +187,7 @@ def _find_cached_modules(heap: Heap) -> list[core.Growth]:
     for cache in heap.caches:
         inside = gc.get_referents(cache)
         keys = [each for each in inside if isinstance(each, tuple)]
+        keys += [key for each in inside if isinstance(each, dict) for key in each if isinstance(key, tuple)]
         modules = [each for each in (*inside, *(part for key in keys for part in key)) if isinstance(each, torch.nn.Module)]
         if not modules:
             continue

@@ -75,9 +75,10 @@ class _Candidate:
     is_dropped: bool = False
 
     @property
-    def order(self) -> tuple[int, bool, int, int]:
+    def order(self) -> tuple[int, bool, int, bool, int]:
         """What makes it the one to report, of several of one site."""
-        return self.loop[0], self.growth.chain != UNKNOWN, self.growth.num_steps, self.loop[1]
+        growth = self.growth
+        return self.loop[0], growth.chain != UNKNOWN, growth.num_steps, growth.until_end, self.loop[1]
 
     @property
     def share_alive(self) -> float:
@@ -109,6 +110,7 @@ class GrowthWatch(Generic[T]):
         self._ledger = Ledger(self._finder, self._on_mark)
         self._candidates: list[_Candidate] = []  # of loops that are over, while the loop around them goes on
         self._kept: dict[Any, _Candidate] = {}  # by site
+        self._needed: set[Site | None] = set()  # a backward pass needed what was piled up here: a loop cut short does not change it
         self._held: dict[tuple[str, str, int], core.Growth] = {}
         self._looks: dict[tuple[Any, int], int] = {}
         self._num_looks = self._num_collector_looks = 0
@@ -388,7 +390,9 @@ class GrowthWatch(Generic[T]):
 
     def _keep(self, each: _Candidate) -> None:
         """Of one site, the growth in the loop that is most surely made of steps, whose holder is known, and the longest watched."""
-        if each.is_dropped:
+        if each.is_dropped and each.site is not None:
+            self._needed.add(each.site)
+        if each.is_dropped or each.site in self._needed and each.outer is not None:
             return
         key = each.site if each.site is not None else (each.growth.path, each.growth.line, each.growth.chain)
         known = self._kept.get(key)

@@ -7,7 +7,7 @@ last is the one that made it grow. The containers are held meanwhile.
 
 from __future__ import annotations
 
-import collections
+import collections.abc
 import sys
 from dataclasses import dataclass
 from types import FrameType
@@ -83,10 +83,16 @@ class Watchpoint:
         loop = self._loop
         if frame.f_trace is loop.token and (event == "return" or not loop.start <= frame.f_lasti <= loop.end):
             self._detach()
-        elif event == "return" and isinstance(argument, (dict, tuple, list, collections.abc.Mapping)):
-            self._returned[id(argument)] = self._last
-            if len(self._returned) > _MAX_RETURNED:
-                self._returned.pop(next(iter(self._returned)))
+        elif event == "return":
+            if isinstance(argument, (dict, tuple, list, collections.abc.Mapping)):
+                self._returned[id(argument)] = self._last
+                if len(self._returned) > _MAX_RETURNED:
+                    self._returned.pop(next(iter(self._returned)))
+            caller = frame.f_back  # its line goes on without another event
+            while caller is not None and self._finder.is_outside(caller.f_code):
+                caller = caller.f_back
+            if caller is not None:
+                self._last = (caller.f_code.co_filename, caller.f_lineno)
 
     def _compare(self) -> None:
         for index, container in enumerate(self._containers):
