@@ -83,7 +83,9 @@ def test_the_budget_is_full_after_what_is_left_of_it_divided_by_the_growth():
 
 
 def test_a_saved_report_has_its_findings(tmp_path):
-    report = GrowthReport("a.py", (Growth(core.CYCLE, "a.py", 3, num_bytes=4096, chain="Step.me -> the same Step"),), num_steps=9)
+    report = GrowthReport(
+        "a.py", (Growth(core.CYCLE, "a.py", 3, num_bytes=4096, chain="Step.me -> the same Step"),), num_steps=9
+    )
     core.save(report, tmp_path / "report.json")
     document = json.loads((tmp_path / "report.json").read_text())
     assert (document["format"], document["num_steps"]) == ("memfit-growth", 9)

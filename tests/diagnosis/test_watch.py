@@ -41,18 +41,23 @@ def test_a_branch_that_backward_never_visits_is_kept_by_the_sum_with_its_bytes(w
 
 
 def test_a_sum_of_losses_sent_backward_holds_nodes_and_no_bytes(watch):
-    ran = watch(TRAIN + """
+    ran = watch(
+        TRAIN
+        + """
     total = 0
     for _ in range(8):
         total += train_step(torch.randn(16, 32))[1]
-    """)
+    """
+    )
     [growth] = ran.found
     assert (growth.line, growth.num_bytes) == (ran.line("total +="), 0)
     assert growth.nodes_per_step == 8  # mean, pow, 2 x (addmm, t), tanh, and the sum; the accumulators are the same each step
 
 
 def test_a_list_that_another_function_fills_is_named_with_the_line_that_fills_it(watch):
-    ran = watch(TRAIN + """
+    ran = watch(
+        TRAIN
+        + """
     class Log:
         def __init__(self):
             self.history = {}
@@ -64,7 +69,8 @@ def test_a_list_that_another_function_fills_is_named_with_the_line_that_fills_it
         log.put("out", out)
         log.put("loss", loss.item())
         step += 1
-    """)
+    """
+    )
     [growth] = ran.found
     assert (growth.kind, growth.line) == (core.CONTAINER, ran.line("setdefault"))
     assert growth.num_bytes == 16 * 8 * 4
@@ -73,7 +79,9 @@ def test_a_list_that_another_function_fills_is_named_with_the_line_that_fills_it
 
 
 def test_what_a_step_returns_is_to_be_mended_where_it_is_returned(watch):
-    ran = watch(TRAIN + """
+    ran = watch(
+        TRAIN
+        + """
     def training_step():
         x = torch.randn(16, 32)
         out, loss = train_step(x)
@@ -81,13 +89,16 @@ def test_what_a_step_returns_is_to_be_mended_where_it_is_returned(watch):
     kept = []
     for _ in range(8):
         kept.append(training_step())
-    """)
+    """
+    )
     [growth] = ran.found
     assert (growth.line, growth.num_bytes) == (ran.line('return {"loss"'), 16 * 32 * 4)
 
 
 def test_a_validation_inside_the_epochs_that_sums_losses_grows_until_it_ends(watch):
-    ran = watch(TRAIN + """
+    ran = watch(
+        TRAIN
+        + """
     def validate():
         total = 0
         for _ in range(6):
@@ -97,7 +108,8 @@ def test_a_validation_inside_the_epochs_that_sums_losses_grows_until_it_ends(wat
         for _ in range(4):
             train_step(torch.randn(16, 32))
         validate()
-    """)
+    """
+    )
     [growth] = ran.found
     assert (growth.kind, growth.line) == (core.GRAPH, ran.line("total = total +"))
     assert growth.until_end
@@ -294,8 +306,22 @@ def test_a_gradient_with_a_graph_keeps_its_parameter_for_ever(watch):
     for _ in range(5):
         loss = model(torch.randn(8, 32)).square().mean()
         """,
+        """
+    layers = [nn.Linear(32, 32) for _ in range(8)]
+    x = torch.randn(8, 32)
+    for layer in layers:
+        x = torch.tanh(layer(x))
+        """,
     ],
-    ids=["queue, average, copy", "curve of numbers", "accumulation", "data and layers made in loops", "unrolled", "last graph"],
+    ids=[
+        "queue, average, copy",
+        "curve of numbers",
+        "accumulation",
+        "data and layers made in loops",
+        "unrolled",
+        "last graph",
+        "one forward pass",
+    ],
 )
 def test_silent_on_what_only_looks_like_growth(watch, source):
     ran = watch(TRAIN + source)
@@ -304,13 +330,16 @@ def test_silent_on_what_only_looks_like_growth(watch, source):
 
 
 def test_a_script_that_dies_in_its_fifth_step_gets_the_findings_up_to_there(watch):
-    ran = watch(TRAIN + """
+    ran = watch(
+        TRAIN
+        + """
     kept = []
     for step in range(9):
         kept.append(train_step(torch.randn(16, 32))[0])
         if step == 4:
             raise ValueError("no more data")
-    """)
+    """
+    )
     assert ran.exit_code == 1
     assert str(ran.error) == "no more data"
     assert [each.line for each in ran.found] == [ran.line("kept.append")]
@@ -337,7 +366,9 @@ def test_max_steps_stops_the_script_and_runs_its_finally(watch, capsys):
 
 
 def test_the_watch_holds_nothing_and_changes_no_local_name(watch, capsys):
-    ran = watch(TRAIN + """
+    ran = watch(
+        TRAIN
+        + """
     import weakref
     def loop():
         kept, alive = [], []
@@ -351,7 +382,8 @@ def test_the_watch_holds_nothing_and_changes_no_local_name(watch, capsys):
                 print("alive", sum(each() is not None for each in alive))
         print(sorted(locals()))
     loop()
-    """)
+    """
+    )
     assert ran.exit_code == 0, ran.error
     assert capsys.readouterr().out == "alive 0\n['alive', 'kept', 'loss', 'out', 'step']\n"
 

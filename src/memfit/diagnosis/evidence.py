@@ -29,7 +29,7 @@ from memfit.measurement.holders import CONTAINERS, Chain, Heap
 class Holding:
     """Who holds the survivors of one place.
 
-    name: the root with its attributes, the same for all elements of a list; chain: the whole way, in words. place: where the holder
+    kind: one of core.CODES, or 'model' for parameters, which are no growth. name: the root with its attributes, the same for all elements of a list; chain: the whole way, in words. place: where the holder
     was last written (a tensor with a graph, a cycle), or None. containers: ids of those on the way; a watchpoint may have seen them grow.
     """
 
@@ -112,6 +112,8 @@ def _hold(heap: Heap, ledger: Ledger, site: Site, storage: torch.UntypedStorage,
         return Holding(core.GRAPH, chain.name, f"{words} -> {chain.graph}", place, _containers(chain), is_attached=True)
     shown = [tensor for tensor in heap.by_storage.get(storage._cdata, ()) if any(tensor is each for each in chain.objects[-1:])]
     used = sum(tensor.numel() * tensor.element_size() for tensor in shown) / storage.nbytes() if shown else 1.0
+    if any(isinstance(tensor, torch.nn.Parameter) for tensor in shown):
+        return Holding("model", chain.name, chain.text)
     kind = core.CONTAINER if _containers(chain) or not site.is_own_input else core.NAME
     attached = any(has_graph(tensor) for tensor in shown)
     return Holding(kind, chain.name, words or "C++ or another thread", None, _containers(chain), attached, used)

@@ -110,7 +110,9 @@ class GrowthWatch(Generic[T]):
         self._ledger = Ledger(self._finder, self._on_mark)
         self._candidates: list[_Candidate] = []  # of loops that are over, while the loop around them goes on
         self._kept: dict[Any, _Candidate] = {}  # by site
-        self._needed: set[Site | None] = set()  # a backward pass needed what was piled up here: a loop cut short does not change it
+        self._needed: set[Site | None] = (
+            set()
+        )  # a backward pass needed what was piled up here: a loop cut short does not change it
         self._held: dict[tuple[str, str, int], core.Growth] = {}
         self._looks: dict[tuple[Any, int], int] = {}
         self._num_looks = self._num_collector_looks = 0
@@ -310,7 +312,7 @@ class GrowthWatch(Generic[T]):
         active = self._finder.active
         outer = active[-1] if active and active[-1] is not loop else None
         born = max(1.0, (self._ledger.born_bytes - record.born_bytes) / max(1, loop.iteration - 1))
-        nodes = self._nodes_per_step(record)
+        nodes = self._nodes_per_step(record) if loop.rank > NOTHING or not self._finder.calls_modules else {}
         for site, samples in record.samples.items():
             holding = record.holdings.get(site)
             rise = self._rise(site, samples)
@@ -321,6 +323,10 @@ class GrowthWatch(Generic[T]):
                 place = "{}:{}".format(*_shown(site.place))
                 settled = self._settled.setdefault(loop.rank, {})
                 settled[place] = max(settled.get(place, 0), samples[-1].num_bytes)
+            if loop.rank == NOTHING and self._finder.calls_modules and (holding is None or holding.kind != core.CYCLE):
+                continue  # layers made, or called in turn
+            if holding is not None and holding.kind not in core.CODES:
+                continue
             if rise is None or (holding is None and rise.bytes_per_step < core.MIN_BYTES):
                 continue
             growth = self._growth(loop, record, site, holding, rise, rise.bytes_per_step / born)
@@ -457,3 +463,13 @@ def merge(growths: list[core.Growth]) -> list[core.Growth]:
             until_end=known.until_end and each.until_end,
         )
     return list(merged.values())
+
+
+def _pause_in_child() -> None:
+    """In a forked child (a loader's worker): nothing is watched there."""
+    if _active is not None:
+        _active.pause()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pause_in_child)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
+import threading
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -20,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.engine.cell import StorageRef
 from memfit.engine.need import tensors_in
 from memfit.engine.private import backward_number
-from memfit.measurement.loops import BACKWARD, MODULE, LoopFinder
+from memfit.measurement.loops import BACKWARD, LoopFinder
 
 _WRAPPERS = ("_fn", "inner")  # in torch/_dynamo/eval_frame.py and torch/_compile.py
+_BACKWARDS = frozenset(each.__code__ for each in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -77,7 +79,7 @@ class Birth(StorageRef):
 class Ledger(TorchDispatchMode):
     """Records while it is entered.
 
-    on_mark(rank): a backward pass has begun, or the program has called a module itself.
+    on_mark(rank): a backward pass has begun.
     """
 
     def __init__(self, finder: LoopFinder, on_mark: Callable[[int], None]) -> None:
@@ -94,9 +96,12 @@ class Ledger(TorchDispatchMode):
         self._sites: dict[tuple[CodeType, int, str, bool], Site] = {}
         self._modules: list[str] = []
         self._backward = -1
+        self._place: tuple[CodeType, int] | None = None  # of the last operation
+        self._thread = 0
         self._undo: list[Callable[[], None]] = []
 
     def start(self) -> None:
+        self._thread = threading.get_ident()
         hooks = torch.nn.modules.module
         self._undo = [
             hooks.register_module_forward_pre_hook(self._before_module).remove,
@@ -122,28 +127,38 @@ class Ledger(TorchDispatchMode):
         return self._births.get(key)
 
     def _before_module(self, module: torch.nn.Module, _: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if not self._modules and self.is_on:
             self.finder.look(sys._getframe(1), module)
-            self._on_mark(MODULE)
+            self.finder.mark_module(module)
         self._modules.append(type(module).__name__)
 
     def _after_module(self, *_: Any) -> None:
-        if self._modules:
+        if self._modules and threading.get_ident() == self._thread:
             self._modules.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.is_on:
             return func(*args, **(kwargs or {}))
         backward = backward_number()
+        if threading.get_ident() != self._thread:  # a device's backward thread: the program waits where it called backward()
+            self._record(args, result := func(*args, **(kwargs or {})), self._place, backward)
+            return result
         caller = sys._getframe(1)
         while caller.f_code.co_name in _WRAPPERS and caller.f_back is not None:  # PyTorch's, around every mode's function
             caller = caller.f_back
         place = self.finder.look(caller, func)
+        self._place = place
         if backward != self._backward:
-            self._backward = backward
-            if backward != -1:
-                self._note_backward(place)
+            self._begin_backward(backward)
         result = func(*args, **(kwargs or {}))
+        self._record(args, result, place, backward)
+        return result
+
+    def _record(self, args: Any, result: Any, place: tuple[CodeType, int] | None, backward: int) -> None:
+        if backward != self._backward:
+            self._begin_backward(backward)
         births = self._births
         for tensor in (result,) if isinstance(result, torch.Tensor) else tensors_in(result):
             if not has_storage(tensor):
@@ -154,7 +169,6 @@ class Ledger(TorchDispatchMode):
                 self._file(storage, place, backward != -1, args)
             elif place is not None and args and tensor is args[0]:  # in place
                 birth.written = self._site(place, storage.device.type, backward != -1)
-        return result
 
     def _file(self, storage: torch.UntypedStorage, place: tuple[CodeType, int] | None, in_backward: bool, args: Any) -> None:
         nbytes = storage.nbytes()
@@ -197,19 +211,21 @@ class Ledger(TorchDispatchMode):
             if not site.alive:
                 self.sites.pop(site, None)
 
-    def _note_backward(self, place: tuple[CodeType, int] | None) -> None:
+    def _begin_backward(self, number: int) -> None:
+        """Another backward pass runs, or (-1) none any more. Notes whether its caller keeps the graph."""
+        self._backward = number
+        if number == -1 or self._place is None:
+            return
         self._on_mark(BACKWARD)
-        frame = sys._getframe(2)
-        while frame is not None and place is not None:
-            name = frame.f_code.co_name
-            if name in ("backward", "grad") and "/torch/" in frame.f_code.co_filename.replace("\\", "/"):
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None:
+            if frame.f_code in _BACKWARDS:
                 names = read_locals(frame)
                 create = bool(names.get("create_graph"))
-                retain = bool(names.get("retain_graph")) or create
-                if retain:
-                    self.backwards[place_of(*place)] = (retain, create)
+                if create or names.get("retain_graph"):
+                    self.backwards[place_of(*self._place)] = (True, create)
                 return
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

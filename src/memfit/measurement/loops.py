@@ -16,6 +16,7 @@ from __future__ import annotations
 import dis
 import inspect
 import os
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -55,11 +56,24 @@ class Loop:
     """A loop of one running frame, from when it was entered.
 
     iteration: the one that runs now, from 0. marked: in how many iterations each of MODULE, BACKWARD, OPTIMIZER happened.
-    number: how many loops were entered before this one; instance: how often this loop of this code had been entered before.
+    modules: those called in it, and in which iteration first. number: how many loops were entered before this one; instance: how often this loop of this code had been entered before.
     entered: how many operations there had been. token: of its frame. data: whatever the listener keeps with it.
     """
 
-    __slots__ = ("_last", "code", "data", "end", "entered", "instance", "iteration", "marked", "number", "start", "token")
+    __slots__ = (
+        "_last",
+        "code",
+        "data",
+        "end",
+        "entered",
+        "instance",
+        "iteration",
+        "marked",
+        "modules",
+        "number",
+        "start",
+        "token",
+    )
 
     def __init__(self, token: Token, code: CodeType, start: int, end: int, *, number: int, instance: int, entered: int) -> None:
         self.token = token
@@ -71,6 +85,7 @@ class Loop:
         self.instance = instance
         self.iteration = 0
         self.marked = [0, 0, 0, 0]
+        self.modules: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._last = [-1, -1, -1, -1]
         self.data: Any = None
 
@@ -141,6 +156,7 @@ class LoopFinder:
         self._instances: dict[tuple[CodeType, int], int] = {}
         self._num_loops = 0
         self.num_looks = 0  # operations so far
+        self.calls_modules = False  # the program has called one itself
 
     @property
     def active(self) -> list[Loop]:
@@ -152,6 +168,14 @@ class LoopFinder:
         for token, _ in self._stack:
             for loop in token.loops:
                 loop.mark(rank)
+
+    def mark_module(self, module: Any) -> None:
+        """The program calls a module itself. It marks a step where an earlier iteration called it, too: layers called in turn do not."""
+        self.calls_modules = True
+        for token, _ in self._stack:
+            for loop in token.loops:
+                if loop.modules.setdefault(module, loop.iteration) != loop.iteration:
+                    loop.mark(MODULE)
 
     def look(self, frame: FrameType | None, key: Any) -> tuple[CodeType, int] | None:
         """An operation `key` is called from `frame`. Gives the place: code and offset of the innermost frame of the program's."""
