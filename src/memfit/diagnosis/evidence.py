@@ -101,7 +101,6 @@ def _containers(chain: Chain) -> tuple[int, ...]:
 
 
 def _hold(heap: Heap, ledger: Ledger, site: Site, storage: torch.UntypedStorage, chain: Chain) -> Holding:
-    words = chain.text if chain.objects else ""
     if chain.is_ring and chain.head is not None:
         return Holding(core.GRAPH_CYCLE, chain.name, f"{chain.text} -> {chain.graph} -> the same parameter", _created(ledger))
     if chain.is_ring:
@@ -109,14 +108,14 @@ def _hold(heap: Heap, ledger: Ledger, site: Site, storage: torch.UntypedStorage,
     if chain.head is not None:
         birth = ledger.birth_of(chain.head)
         place = birth.written.place if birth is not None else None
-        return Holding(core.GRAPH, chain.name, f"{words} -> {chain.graph}", place, _containers(chain), is_attached=True)
+        return Holding(core.GRAPH, chain.name, f"{chain.text} -> {chain.graph}", place, _containers(chain), is_attached=True)
+    if any(isinstance(tensor, torch.nn.Parameter) for tensor in heap.by_storage.get(storage._cdata, ())):
+        return Holding("model", chain.name, chain.text)
     shown = [tensor for tensor in heap.by_storage.get(storage._cdata, ()) if any(tensor is each for each in chain.objects[-1:])]
     used = sum(tensor.numel() * tensor.element_size() for tensor in shown) / storage.nbytes() if shown else 1.0
-    if any(isinstance(tensor, torch.nn.Parameter) for tensor in shown):
-        return Holding("model", chain.name, chain.text)
     kind = core.CONTAINER if _containers(chain) or not site.is_own_input else core.NAME
     attached = any(has_graph(tensor) for tensor in shown)
-    return Holding(kind, chain.name, words or "C++ or another thread", None, _containers(chain), attached, used)
+    return Holding(kind, chain.name, chain.text, None, _containers(chain), attached, used)
 
 
 def _created(ledger: Ledger) -> tuple[str, int] | None:

@@ -206,6 +206,8 @@ class GrowthWatch(Generic[T]):
             self._is_looking = True
             try:
                 self._look(loop, record)
+            except Exception as error:  # the program must not die of being looked at; the report says it
+                self._note_failure(error)
             finally:
                 self._is_looking = False
         self._count(loop)
@@ -279,10 +281,18 @@ class GrowthWatch(Generic[T]):
 
     def _on_collector(self, phase: str, details: dict[str, int]) -> None:
         """Before a full collection: garbage is still there to be named."""
-        if phase == "start" and details.get("generation") == 2 and self._ledger.is_on:
+        frame = sys._getframe().f_back  # none while the interpreter ends
+        if phase == "start" and details.get("generation") == 2 and self._ledger.is_on and frame is not None:
             self._num_collector_looks += 1
             if self._num_collector_looks <= _FREE_LOOKS or self._look_share < LOOK_SHARE / 3:
-                self._look_for_held(sys._getframe(1))
+                self._look_for_held(frame)
+
+    def _note_failure(self, error: Exception) -> None:
+        message = (
+            f"A look at the heap failed, so holders may be missing here ({type(error).__name__}: {error}). Please report it."
+        )
+        if message not in self._messages:
+            self._messages.append(message)
 
     def _look_for_held(self, frame: FrameType) -> None:
         if self._is_looking or os.getpid() != self._pid:
@@ -292,6 +302,8 @@ class GrowthWatch(Generic[T]):
         try:
             for each in find_held(take_heap(frame), self._ledger):
                 self._held[each.kind, each.path, each.line] = each
+        except Exception as error:
+            self._note_failure(error)
         finally:
             self._is_looking = False
         self._look_seconds += time.perf_counter() - start
@@ -312,7 +324,7 @@ class GrowthWatch(Generic[T]):
         active = self._finder.active
         outer = active[-1] if active and active[-1] is not loop else None
         born = max(1.0, (self._ledger.born_bytes - record.born_bytes) / max(1, loop.iteration - 1))
-        nodes = self._nodes_per_step(record) if loop.rank > NOTHING or not self._finder.calls_modules else {}
+        nodes = self._nodes_per_step(record)
         for site, samples in record.samples.items():
             holding = record.holdings.get(site)
             rise = self._rise(site, samples)
@@ -323,8 +335,6 @@ class GrowthWatch(Generic[T]):
                 place = "{}:{}".format(*_shown(site.place))
                 settled = self._settled.setdefault(loop.rank, {})
                 settled[place] = max(settled.get(place, 0), samples[-1].num_bytes)
-            if loop.rank == NOTHING and self._finder.calls_modules and (holding is None or holding.kind != core.CYCLE):
-                continue  # layers made, or called in turn
             if holding is not None and holding.kind not in core.CODES:
                 continue
             if rise is None or (holding is None and rise.bytes_per_step < core.MIN_BYTES):
@@ -405,6 +415,11 @@ class GrowthWatch(Generic[T]):
         if known is None or each.order > known.order:
             self._kept[key] = each
 
+    def _may_be_steps(self, growth: core.Growth) -> bool:
+        """Whether iterations in which nothing tells of a step may be steps: in a program that does not train, and for what is garbage.
+        Elsewhere such loops make layers or data, or call layers in turn."""
+        return not self._finder.is_marked or growth.kind == core.CYCLE
+
     @staticmethod
     def _settle_one(each: _Candidate) -> None:
         is_gone = bool(each.births) and each.share_alive <= 0.25
@@ -419,7 +434,7 @@ class GrowthWatch(Generic[T]):
             self._keep(each)
         self._candidates = []
         best_rank = max(self._most, default=NOTHING)
-        kept = [each.growth for each in self._kept.values() if each.loop[0] > NOTHING or best_rank == NOTHING]
+        kept = [each.growth for each in self._kept.values() if each.loop[0] > NOTHING or self._may_be_steps(each.growth)]
         growths = [*merge(kept), *self._held.values()]
         num_steps, step_loop = self._most.get(best_rank, (0, ""))
         return core.GrowthReport(

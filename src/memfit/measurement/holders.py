@@ -24,6 +24,7 @@ from memfit.measurement.births import has_storage, read_locals
 from memfit.measurement.graphs import Graph, grad_of, has_graph, saved_storages, walk
 from memfit.measurement.loops import LoopFinder, Token
 
+UNKNOWN = "C++ or another thread"  # or what a function is still putting together
 MAX_DEPTH = 14
 MAX_OBJECTS = 20_000  # visited upwards
 MAX_HEADS = 200  # tensors with a graph that are looked at
@@ -59,7 +60,7 @@ class Chain:
     @property
     def text(self) -> str:
         """'`log.history['out'][2]` in train()', and what follows if the way goes through more than names."""
-        first, *rest = join_words(self.words)
+        first, *rest = join_words(self.words) or [UNKNOWN]
         return " -> ".join([f"`{first}` in {self.root}" if self.root else first, *rest])
 
 

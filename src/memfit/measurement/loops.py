@@ -156,7 +156,7 @@ class LoopFinder:
         self._instances: dict[tuple[CodeType, int], int] = {}
         self._num_loops = 0
         self.num_looks = 0  # operations so far
-        self.calls_modules = False  # the program has called one itself
+        self.is_marked = False  # the program has called a module, run a backward pass or stepped an optimizer, wherever
 
     @property
     def active(self) -> list[Loop]:
@@ -165,13 +165,14 @@ class LoopFinder:
 
     def mark(self, rank: int) -> None:
         """Something of this rank happens in the iterations that run now."""
+        self.is_marked = True
         for token, _ in self._stack:
             for loop in token.loops:
                 loop.mark(rank)
 
     def mark_module(self, module: Any) -> None:
         """The program calls a module itself. It marks a step where an earlier iteration called it, too: layers called in turn do not."""
-        self.calls_modules = True
+        self.is_marked = True
         for token, _ in self._stack:
             for loop in token.loops:
                 if loop.modules.setdefault(module, loop.iteration) != loop.iteration:
