@@ -29,8 +29,11 @@ from memfit.measurement.holders import CONTAINERS, Chain, Heap
 class Holding:
     """Who holds the survivors of one place.
 
-    kind: one of core.CODES, or 'model' for parameters, which are no growth. name: the root with its attributes, the same for all elements of a list; chain: the whole way, in words. place: where the holder
-    was last written (a tensor with a graph, a cycle), or None. containers: ids of those on the way; a watchpoint may have seen them grow.
+    kind: one of core.CODES, or 'model' for parameters, which are no growth.
+    name: the root with its attributes, the same for all elements of a list; chain: the whole way, in words.
+    place: where the holder was last written (a tensor with a graph, a cycle), or None.
+    containers: ids of those on the way; a watchpoint may have seen them grow. is_attached: the tensor has a graph.
+    used_share: what the tensor shows of its storage. num_nodes: of the graphs that hang on the name.
     """
 
     kind: str

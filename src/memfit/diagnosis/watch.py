@@ -5,8 +5,7 @@ around. In few iterations (3, 6, 12, 24, ... of a loop): a look at the heap, whi
 function that sees the line where their containers grow. Looks stop while they have taken more than LOOK_SHARE of the time.
 
 A step is an iteration of a loop, the innermost one whose iterations step an optimizer; where none does, run a backward pass; else
-call a module; else any. What a loop piles up and a backward pass or an optimizer step after it still needs, and that is gone when
-the loop around it goes around (parts of one loss, a rollout), is no growth.
+call a module; else any. What was piled up and needed is told from growth in `candidates`.
 
 One watch at a time, in one thread. Known limits: see `measurement.loops` and `measurement.births`.
 """
@@ -26,14 +25,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.core import growth as core
 from memfit.core.errors import UnsupportedError
+from memfit.diagnosis.candidates import UNKNOWN, Candidate, Candidates
 from memfit.diagnosis.evidence import Holding, Look, find_held, look
-from memfit.measurement.births import Birth, Ledger, Site, line_text
+from memfit.measurement.births import Ledger, Site, line_text
 from memfit.measurement.holders import take_heap
 from memfit.measurement.loops import BACKWARD, MODULE, NOTHING, OPTIMIZER, Loop, LoopFinder
 from memfit.measurement.watchpoint import Growth as Grown
 from memfit.measurement.watchpoint import Watchpoint
 
-UNKNOWN = "a holder that was not looked for"
 LOOK_SHARE = 0.03
 MAX_SAMPLES = 48  # of one place in one loop; then every second one goes
 _MIN_SETTLED = 1024  # bytes
@@ -59,33 +58,6 @@ class _Record:
     watchpoint: Watchpoint | None = None
 
 
-@dataclass
-class _Candidate:
-    """Growth of one site in a loop that is over.
-
-    outer: the loop around it, if any. is_needed: it was alive when a backward pass or an optimizer step came after the loop.
-    """
-
-    site: Site | None
-    growth: core.Growth
-    loop: tuple[int, int]  # rank, number
-    births: tuple[Birth, ...]  # a few of those that had piled up
-    outer: Loop | None
-    is_needed: bool = False
-    is_dropped: bool = False
-
-    @property
-    def order(self) -> tuple[int, bool, int, bool, int]:
-        """What makes it the one to report, of several of one site."""
-        growth = self.growth
-        return self.loop[0], growth.chain != UNKNOWN, growth.num_steps, growth.until_end, self.loop[1]
-
-    @property
-    def share_alive(self) -> float:
-        """Of what had piled up."""
-        return sum(birth in birth.site.alive for birth in self.births) / max(1, len(self.births))
-
-
 class GrowthWatch(Generic[T]):
     """Watches while it is entered, or while it is iterated. Made by `memfit.watch_growth`.
 
@@ -108,11 +80,7 @@ class GrowthWatch(Generic[T]):
         self._draw = draw
         self._finder = LoopFinder(self._on_around, self._on_end)
         self._ledger = Ledger(self._finder, self._on_mark)
-        self._candidates: list[_Candidate] = []  # of loops that are over, while the loop around them goes on
-        self._kept: dict[Any, _Candidate] = {}  # by site
-        self._needed: set[Site | None] = (
-            set()
-        )  # a backward pass needed what was piled up here: a loop cut short does not change it
+        self._candidates = Candidates()
         self._held: dict[tuple[str, str, int], core.Growth] = {}
         self._looks: dict[tuple[Any, int], int] = {}
         self._num_looks = self._num_collector_looks = 0
@@ -187,9 +155,7 @@ class GrowthWatch(Generic[T]):
             return
         self._finder.mark(rank)
         if rank in (BACKWARD, OPTIMIZER):
-            for each in self._candidates:
-                if each.births and each.share_alive >= 0.5:
-                    each.is_needed = True
+            self._candidates.note_use()
 
     def _on_around(self, loop: Loop) -> None:
         if not self._ledger.is_on or self._is_looking:
@@ -201,7 +167,7 @@ class GrowthWatch(Generic[T]):
             self._end_watchpoint(record)
         if loop.iteration % record.stride == 0:
             self._sample(loop, record)
-        self._settle(loop)
+        self._candidates.settle(loop)
         if self._is_time_to_look(loop):
             self._is_looking = True
             try:
@@ -346,12 +312,12 @@ class GrowthWatch(Generic[T]):
             piled = round(rise.count_per_step * loop.iteration)
             births = tuple(site.alive)[: samples[-1].count][-piled or None :]  # not those of the last iteration
             births = births[:: max(1, len(births) // 8)]
-            self._candidates.append(_Candidate(site, growth, (loop.rank, loop.number), births, outer))
+            self._candidates.add(Candidate(site, growth, loop.rank, loop.number, births, outer))
         for name, per_step in nodes.items():
             if name in record.by_name:
                 growth = self._growth(loop, record, None, record.by_name[name], core.Rise(0.0, 0.0, loop.iteration), 0.0)
                 growth = replace(growth, nodes_per_step=per_step)
-                self._candidates.append(_Candidate(None, growth, (loop.rank, loop.number), (), outer))
+                self._candidates.add(Candidate(None, growth, loop.rank, loop.number, (), outer))
 
     @staticmethod
     def _nodes_per_step(record: _Record) -> dict[str, int]:
@@ -395,47 +361,9 @@ class GrowthWatch(Generic[T]):
             device=site.device if site is not None else "cpu",
         )
 
-    def _settle(self, outer: Loop) -> None:
-        """The loop goes around: what loops inside it piled up is gone, or it stays."""
-        inside = [each for each in self._candidates if each.outer is outer]
-        if inside:
-            self._candidates = [each for each in self._candidates if each.outer is not outer]
-            for each in inside:
-                self._settle_one(each)
-                self._keep(each)
-
-    def _keep(self, each: _Candidate) -> None:
-        """Of one site, the growth in the loop that is most surely made of steps, whose holder is known, and the longest watched."""
-        if each.is_dropped and each.site is not None:
-            self._needed.add(each.site)
-        if each.is_dropped or each.site in self._needed and each.outer is not None:
-            return
-        key = each.site if each.site is not None else (each.growth.path, each.growth.line, each.growth.chain)
-        known = self._kept.get(key)
-        if known is None or each.order > known.order:
-            self._kept[key] = each
-
-    def _may_be_steps(self, growth: core.Growth) -> bool:
-        """Whether iterations in which nothing tells of a step may be steps: in a program that does not train, and for what is garbage.
-        Elsewhere such loops make layers or data, or call layers in turn."""
-        return not self._finder.is_marked or growth.kind == core.CYCLE
-
-    @staticmethod
-    def _settle_one(each: _Candidate) -> None:
-        is_gone = bool(each.births) and each.share_alive <= 0.25
-        each.is_dropped = is_gone and each.is_needed
-        if is_gone and each.growth.per_step:
-            each.growth = replace(each.growth, until_end=True)
-
     def _judge(self) -> core.GrowthReport:
-        for each in self._candidates:
-            self._settle_one(each)
-            each.growth = replace(each.growth, until_end=False)
-            self._keep(each)
-        self._candidates = []
         best_rank = max(self._most, default=NOTHING)
-        kept = [each.growth for each in self._kept.values() if each.loop[0] > NOTHING or self._may_be_steps(each.growth)]
-        growths = [*merge(kept), *self._held.values()]
+        growths = [*self._candidates.close(is_training=self._finder.is_marked), *self._held.values()]
         num_steps, step_loop = self._most.get(best_rank, (0, ""))
         return core.GrowthReport(
             program="",
@@ -455,29 +383,6 @@ _active: GrowthWatch[Any] | None = None
 
 def _shown(place: tuple[str, int]) -> tuple[str, int]:
     return core.show_path(place[0]), place[1]
-
-
-def merge(growths: list[core.Growth]) -> list[core.Growth]:
-    """Growths with the same remedy at the same line as one: bytes added, chains of the largest, nodes of the most."""
-    merged: dict[tuple[str, int, str], core.Growth] = {}
-    for each in sorted(growths, key=lambda each: -each.num_bytes):
-        key = (each.path, each.line, each.kind)
-        if each.num_bytes == 0 and key not in merged:  # nodes of what is known by its bytes already
-            key = next((known for known in merged if known[:2] == key[:2]), key)
-        known = merged.get(key)
-        if known is None:
-            merged[key] = each
-            continue
-        merged[key] = replace(
-            known,
-            num_bytes=known.num_bytes + each.num_bytes,
-            nodes_per_step=max(known.nodes_per_step, each.nodes_per_step),
-            made_at=known.made_at + each.made_at,
-            share=known.share + each.share,
-            used_bytes=None if known.used_bytes is None or each.used_bytes is None else known.used_bytes + each.used_bytes,
-            until_end=known.until_end and each.until_end,
-        )
-    return list(merged.values())
 
 
 def _pause_in_child() -> None:

@@ -8,10 +8,8 @@ objects (about 15 ms for 170,000) times the depth of the chains. Tensors that on
 from __future__ import annotations
 
 import collections
-import functools
 import gc
 import inspect
-import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -23,6 +21,7 @@ import torch
 from memfit.measurement.births import has_storage, read_locals
 from memfit.measurement.graphs import Graph, grad_of, has_graph, saved_storages, walk
 from memfit.measurement.loops import LoopFinder, Token
+from memfit.measurement.naming import CACHE, join_words, key_in, name_edges
 
 UNKNOWN = "C++ or another thread"  # or what a function is still putting together
 MAX_DEPTH = 14
@@ -31,8 +30,6 @@ MAX_HEADS = 200  # tensors with a graph that are looked at
 MAX_WALKED = 200_000  # nodes, all heads together
 
 CONTAINERS = (list, dict, set, collections.deque)
-_REGISTRIES = ("._parameters", "._buffers", "._modules")
-_CACHE = type(functools.lru_cache(maxsize=1)(len))
 
 
 @dataclass
@@ -123,7 +120,7 @@ def _sort_objects(heap: Heap) -> None:
             known = is_tensor[kind] = issubclass(kind, torch.Tensor)
         if known:
             heap.tensors.append(each)
-        elif kind is _CACHE:
+        elif kind is CACHE:
             heap.caches.append(each)
         elif kind is types.FrameType and type(each.f_trace) is Token:
             heap.dead_frames.append(each)
@@ -233,7 +230,7 @@ def _search(heap: Heap, targets: list[Any]) -> dict[int, Chain]:
                 if id(child) not in wanted:
                     continue
                 if id(holder) in heap.globals:
-                    roots.setdefault(id(child), (str(_key_in(holder, child)), heap.globals[id(holder)]))
+                    roots.setdefault(id(child), (str(key_in(holder, child)), heap.globals[id(holder)]))
                 else:
                     add(child, holder)
         frontier = following
@@ -245,7 +242,7 @@ def _search(heap: Heap, targets: list[Any]) -> dict[int, Chain]:
         chain = Chain(objects=[seen[key] for key in way], is_ring=is_ring and not frontier)
         name, where = roots.get(way[0], (f"a {type(chain.objects[0]).__name__}", ""))
         chain.root = where
-        chain.words = [name, *_name_edges(heap, chain.objects)]
+        chain.words = [name, *name_edges(heap.existing, chain.objects)]
         found[id(each)] = chain
     seen.clear()  # should it hold itself after all, it must not live on with all it holds
     return found
@@ -278,26 +275,6 @@ def _way(top: int, start: int, came: dict[int, int]) -> list[int]:
     return way
 
 
-def _name_edges(heap: Heap, objects: list[Any]) -> list[str]:
-    """A word for each step from an object to the next; an instance and its __dict__ are one step, as are a module's registries."""
-    words: list[str] = []
-    for index, (holder, held) in enumerate(itertools.pairwise(objects)):
-        above = objects[index - 1] if index else None
-        if isinstance(held, dict) and held is _space_of(heap, holder):
-            continue
-        if not isinstance(holder, dict):
-            words.append(_edge(heap, holder, held))
-            continue
-        key = _key_in(holder, held)
-        if above is not None and _space_of(heap, above) is holder:
-            words.append(f".{key}")
-        elif words and words[-1] in _REGISTRIES:
-            words[-1] = f".{key}"
-        else:
-            words.append(f"[{key!r}]" if isinstance(key, str) else f"[{_short(key)}]")
-    return words
-
-
 def name_ring(heap: Heap, chain: Chain) -> str:
     """The ring of a chain that is one, from an instance back to it: 'Net._forward_hooks[0] -> function log -> closure -> the same Net'."""
     ring = chain.objects[
@@ -307,68 +284,4 @@ def name_ring(heap: Heap, chain: Chain) -> str:
     turn = next((index for index, each in enumerate(ring) if not isinstance(each, plain)), 0)
     ring = [*ring[turn:-1], *ring[:turn], ring[turn]]
     name = type(ring[0]).__name__
-    return " -> ".join([*join_words([name, *_name_edges(heap, ring)]), f"the same {name}"])
-
-
-def join_words(words: list[str]) -> list[str]:
-    """'runner', '.last_error', '[3]' -> 'runner.last_error[3]'."""
-    joined: list[str] = []
-    for word in words:
-        if joined and word[:1] in (".", "["):
-            joined[-1] += word
-        else:
-            joined.append(word)
-    return joined
-
-
-def _space_of(heap: Heap, each: Any) -> Any:
-    """The instance's __dict__. Asking may have made it just now, and its values are held by it from then on."""
-    space = None if isinstance(each, type) else getattr(each, "__dict__", None)
-    if isinstance(space, dict):
-        heap.existing.add(id(space))
-    return space
-
-
-def _edge(heap: Heap, holder: Any, held: Any) -> str:
-    if isinstance(holder, tuple) and isinstance(held, types.CellType):
-        return "its closure"
-    if isinstance(holder, (list, tuple, collections.deque)):
-        return f"[{next((index for index, each in enumerate(holder) if each is held), '?')}]"
-    if isinstance(holder, types.CellType):
-        return "cell"
-    if isinstance(holder, types.FunctionType):
-        return f"function {holder.__name__}"
-    if isinstance(holder, types.MethodType):
-        return ".__self__"
-    if isinstance(holder, BaseException):
-        return f"{type(holder).__name__}'s traceback" if isinstance(held, types.TracebackType) else f"{type(holder).__name__}"
-    if isinstance(holder, types.TracebackType):
-        return f"frame {held.f_code.co_name}()" if isinstance(held, types.FrameType) else "next"
-    if isinstance(holder, types.FrameType):
-        return f"local `{_key_in(read_locals(holder), held)}`"
-    if isinstance(holder, types.GeneratorType):
-        names = read_locals(holder.gi_frame) if holder.gi_frame is not None else {}
-        return f"generator {holder.__name__}'s `{_key_in(names, held)}`"
-    if type(holder) is _CACHE:
-        return f"the lru_cache of {getattr(holder, '__qualname__', '?')}"
-    if isinstance(holder, torch.Tensor):
-        return ".grad" if grad_of(holder) is held else "hook"
-    return f".{_attribute(heap, holder, held)}"
-
-
-def _attribute(heap: Heap, holder: Any, held: Any) -> str:
-    slots = {name: getattr(holder, name, None) for kind in type(holder).__mro__ for name in _slots(kind)}
-    return str(_key_in({**slots, **(_space_of(heap, holder) or {})}, held))
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _key_in(space: dict[Any, Any], value: Any) -> Any:
-    return next((key for key, each in space.items() if each is value), "?")
-
-
-def _short(key: Any) -> str:
-    return str(key) if isinstance(key, (int, float, bool, type(None))) else type(key).__name__
+    return " -> ".join([*join_words([name, *name_edges(heap.existing, ring)]), f"the same {name}"])
