@@ -11,7 +11,7 @@ from typing import Any
 
 from memfit.core import growth as core
 from memfit.measurement.births import Birth, Site
-from memfit.measurement.loops import NOTHING, Loop
+from memfit.measurement.loops import BACKWARD, NOTHING, Loop
 
 UNKNOWN = "a holder that was not looked for"
 
@@ -58,7 +58,7 @@ class Candidates:
     def note_use(self) -> None:
         """A backward pass or an optimizer step: it may need what is alive."""
         for each in self._open:
-            if each.births and each.share_alive >= 0.5:
+            if each.share_alive >= 0.5 if each.births else each.rank < BACKWARD:  # of nodes nothing more is known
                 each.is_needed = True
 
     def settle(self, outer: Loop) -> None:
@@ -85,7 +85,7 @@ class Candidates:
         return bool(each.births) and each.share_alive <= 0.25
 
     def _keep(self, each: Candidate, *, is_released: bool) -> None:
-        if each.is_needed and self._is_gone(each):
+        if each.is_needed and (self._is_gone(each) or not each.births):
             self._needed.add(each.site)
             return
         if each.site in self._needed and each.outer is not None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.core import growth as core
 from memfit.core.errors import UnsupportedError
@@ -90,7 +90,7 @@ class GrowthWatch(Generic[T]):
         self._most: dict[int, tuple[int, str]] = {}  # by rank: (most iterations, file:line of the loop)
         self._settled: dict[int, dict[str, int]] = {}  # by rank of the loop: file:line, bytes
         self._messages: list[str] = []
-        self._remove_hook: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
         self._report: core.GrowthReport | None = None
         self._pid = os.getpid()
 
@@ -102,7 +102,10 @@ class GrowthWatch(Generic[T]):
             raise UnsupportedError("A growth watch is at work in this process already. Leave the first before the second.")
         _active = self
         self._start = time.perf_counter()
-        self._remove_hook = register_optimizer_step_post_hook(lambda *_: self._on_mark(OPTIMIZER)).remove
+        self._undo = [
+            register_optimizer_step_pre_hook(self._before_optimizer).remove,
+            register_optimizer_step_post_hook(self._after_optimizer).remove,
+        ]
         gc.callbacks.append(self._on_collector)
         self._ledger.start()
         return self
@@ -133,8 +136,8 @@ class GrowthWatch(Generic[T]):
         self._ledger.is_on = True  # so that it takes its hooks off after a pause, too
         self._ledger.stop()
         gc.callbacks.remove(self._on_collector)
-        if self._remove_hook is not None:
-            self._remove_hook()
+        while self._undo:
+            self._undo.pop()()
         _active = None
         self._report = self._judge()
 
@@ -149,6 +152,15 @@ class GrowthWatch(Generic[T]):
         return "a growth watch" if self._report is None or self._draw is None else self._draw(self._report)
 
     # ---- while it runs ---------------------------------------------------------------------------------------------
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if self._ledger.is_on:
+            self._ledger.visit(sys._getframe(1), OPTIMIZER)
+            self._ledger.is_in_optimizer = True
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self._ledger.is_in_optimizer = False
+        self._on_mark(OPTIMIZER)
 
     def _on_mark(self, rank: int) -> None:
         if not self._ledger.is_on:

@@ -12,7 +12,7 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class Ledger(TorchDispatchMode):
         self.sites: dict[Site, None] = {}  # with something alive
         self.backwards: dict[tuple[str, int], tuple[bool, bool]] = {}  # place of the call: (retain_graph, create_graph)
         self.is_on = False
+        self.is_in_optimizer = False  # an optimizer steps: its operations belong to the line that called it
         self._on_mark = on_mark
         self._births: dict[int, Birth] = {}
         self._sites: dict[tuple[CodeType, int, str, bool], Site] = {}
@@ -126,6 +127,11 @@ class Ledger(TorchDispatchMode):
         """The birth of a living storage, by its `_cdata`."""
         return self._births.get(key)
 
+    def visit(self, frame: FrameType, key: Any) -> None:
+        """The program is here now: the place of the operations to come, until one says more."""
+        if threading.get_ident() == self._thread:
+            self._place = self.finder.look(frame, key) or self._place
+
     def _before_module(self, module: torch.nn.Module, _: Any) -> None:
         if threading.get_ident() != self._thread:
             return
@@ -142,7 +148,8 @@ class Ledger(TorchDispatchMode):
         if not self.is_on:
             return func(*args, **(kwargs or {}))
         backward = backward_number()
-        if threading.get_ident() != self._thread:  # a device's backward thread: the program waits where it called backward()
+        # No loop of the program goes around while it waits for a backward pass (perhaps in a device's thread) or an optimizer.
+        if self.is_in_optimizer or (backward != -1 and backward == self._backward) or threading.get_ident() != self._thread:
             self._record(args, result := func(*args, **(kwargs or {})), self._place, backward)
             return result
         caller = sys._getframe(1)
