@@ -36,7 +36,7 @@ LAYERS = {
     "engine": layer("core", "torch"),
     "techniques": layer("core engine", "torch"),
     "planner": layer("core", "numpy scipy"),
-    "diagnosis": layer("core measurement", "libcst"),
+    "diagnosis": layer("core engine measurement", "libcst torch"),  # the growth watch runs with the program
     "report": layer("core", "rich jinja2"),
     "runtime": layer("core measurement engine techniques", "torch"),
     "integrations": layer("api runtime", foreign_in_functions=True),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
 from memfit.core.finding import Finding
@@ -15,8 +16,12 @@ from memfit.core.verify import check_verify
 if TYPE_CHECKING:
     import torch
 
+    from memfit.core.growth import GrowthReport
+    from memfit.diagnosis.watch import GrowthWatch
     from memfit.runtime.script import ScriptRun
     from memfit.runtime.session import OnProgress, Session
+
+T = TypeVar("T")
 
 _MARGIN = 0.06  # of a card's free bytes: context growth, library workspaces, fragmentation
 
@@ -155,3 +160,49 @@ def run_script(
 
     session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
     return run_script(path, args, session, allow, release=release)
+
+
+def watch_growth(items: Iterable[T] = (), *, budget: str | int | None = None, max_steps: int | None = None) -> GrowthWatch[T]:
+    """Says what grows from step to step: `for batch in (watch := watch_growth(loader)):`, or a `with` around any loop.
+
+    Afterwards `print(watch)` has the report in words and `watch.report` as data. budget: bytes or text, to say in how many steps
+    they are full; default on CUDA: what the card has free. max_steps: watch no longer than that.
+    Raises UnsupportedError where another watch is on.
+    """
+    import torch
+
+    from memfit.diagnosis.watch import GrowthWatch
+    from memfit.report import draw_growth, draw_text
+
+    budget_bytes = parse_size(budget) if budget is not None else default_budget() if torch.cuda.is_available() else None
+    return GrowthWatch(
+        items, budget_bytes=budget_bytes, max_steps=max_steps, draw=lambda report: draw_text(draw_growth(report))
+    )
+
+
+def watch_script(
+    path: str, args: list[str], *, budget: int | None = None, max_steps: int | None = None
+) -> tuple[GrowthReport, int, BaseException | None]:
+    """Run a script under a growth watch: what grew, the script's exit code, and what ended it.
+
+    max_steps: stop the script after so many steps (its `finally` blocks run; the exit code is then 0).
+    """
+    from memfit.runtime.script import execute, exit_code_of
+
+    class Enough(BaseException):
+        """Not an Exception: a script's `except Exception` must not swallow it."""
+
+    def stop() -> None:
+        raise Enough
+
+    watch: GrowthWatch[Any] = watch_growth(budget=budget, max_steps=max_steps)
+    watch.on_enough = stop
+    error: BaseException | None = None
+    with watch:
+        try:
+            execute(path, args, watch.look_now)
+        except Enough:
+            pass
+        except BaseException as caught:
+            error = caught
+    return replace(watch.report, program=path), exit_code_of(error), error

@@ -69,3 +69,51 @@ def test_a_view_keeps_its_base_and_a_linear_of_three_dimensions_gives_a_view():
     out = torch.nn.Linear(2, 3)(torch.ones(4, 5, 2))
     assert private.base_of(out).shape == (20, 3)
     assert private.num_holders(out.untyped_storage()) == 2
+
+def test_backward_number_is_another_one_in_each_backward_pass() -> None:
+    numbers = []
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = x * 2
+        y.register_hook(lambda gradient: numbers.append(private.backward_number()))
+        y.sum().backward()
+    assert private.backward_number() == -1
+    assert len(set(numbers)) == 2
+    assert -1 not in numbers
+
+
+def test_read_saved_names_what_a_node_holds_until_backward_frees_it() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    y = torch.sigmoid(x)
+    [(name, saved)] = private.read_saved(y.grad_fn)
+    assert (name, saved.data_ptr()) == ("result", y.data_ptr())
+    [(name, leaf)] = private.read_saved(y.grad_fn.next_functions[0][0])
+    assert name == "variable"
+    assert leaf is x
+    y.sum().backward()
+    assert private.read_saved(y.grad_fn) == []
+
+
+def test_read_saved_sees_what_a_function_written_in_python_saved() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    x = torch.ones(2, requires_grad=True)
+    [(_, saved)] = private.read_saved(Double.apply(x).grad_fn)
+    assert saved.data_ptr() == x.data_ptr()
+
+
+def test_read_saved_runs_no_hook_of_the_programs() -> None:
+    unpacked = []
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: unpacked.append(1) or tensor):
+        y = torch.sigmoid(x)
+    assert private.read_saved(y.grad_fn) == []
+    assert unpacked == []

@@ -11,6 +11,7 @@ import typer
 import memfit
 from memfit.cli.check import check
 from memfit.cli.explain import explain
+from memfit.cli.leaks import leaks
 from memfit.cli.plan import plan
 from memfit.cli.run import run
 from memfit.cli.trace import trace
@@ -31,6 +32,7 @@ app.command("run", context_settings=_SCRIPT_SETTINGS)(run)
 app.command("trace", context_settings=_SCRIPT_SETTINGS)(trace)
 app.command("plan")(plan)
 app.command("check")(check)
+app.command("leaks", context_settings=_SCRIPT_SETTINGS)(leaks)
 app.command("explain")(explain)
 
 

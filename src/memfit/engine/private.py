@@ -110,3 +110,40 @@ def keywords_of_module_call() -> dict[str, Any]:
             return keywords if isinstance(keywords, dict) else {}
         frame = frame.f_back
     return {}
+
+
+def backward_number() -> int:
+    """A number of the backward pass this thread is in, another one for each; -1 outside. Source: as `in_backward`."""
+    return torch._C._current_graph_task_id()
+
+
+_SAVED_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def read_saved(node: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors an autograd node holds, with the names autograd gives them; none after they were freed.
+
+    Left out: what a saved-tensor hook packed, since unpacking runs the hook. Source: `torch/csrc/autograd/saved_variable.h`.
+    """
+    kind = type(node)
+    if kind.__name__ == "AccumulateGrad":
+        return [("variable", node.variable)]
+    names = _SAVED_NAMES.get(kind)
+    if names is None:
+        names = _SAVED_NAMES[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    found: list[tuple[str, torch.Tensor]] = []
+    for name in names:
+        try:
+            raw = getattr(node, name)
+            if any(
+                getattr(each, "unpack_hook", None) is not None for each in (raw if isinstance(raw, (list, tuple)) else (raw,))
+            ):
+                continue
+            # a Function written in Python names them `saved_tensors`
+            saved = getattr(node, "saved_tensors" if name == "_raw_saved_tensors" else name.replace("_raw", "", 1))
+        except (RuntimeError, AttributeError, TypeError):  # freed by a backward pass, or nothing was saved here
+            continue
+        for each in saved if isinstance(saved, (list, tuple)) else (saved,):
+            if isinstance(each, torch.Tensor):
+                found.append((name.removeprefix("_raw_saved_"), each))
+    return found

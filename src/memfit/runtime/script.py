@@ -183,8 +183,11 @@ def exit_code_of(error: BaseException | None) -> int:
     return 2 if isinstance(error, MemfitError) else 1
 
 
-def execute(path: str, args: list[str]) -> None:
-    """Run the file as `__main__`, with its releases if such have been started. Raises what it raises, SyntaxError and SystemExit too."""
+def execute(path: str, args: list[str], at_end: Callable[[], None] | None = None) -> None:
+    """Run the file as `__main__`, with its releases if such have been started. Raises what it raises, SyntaxError and SystemExit too.
+
+    at_end: called when its last line has run, or while what ended it is on its way out: its names are all still there.
+    """
     file = os.path.abspath(path)  # as Python has it since 3.9; symbolic links are not followed here, but in sys.path[0]
     code = technique.load_code(Path(file).read_bytes(), file, is_main=True)
     main = ModuleType("__main__")
@@ -203,7 +206,11 @@ def execute(path: str, args: list[str]) -> None:
     with _world_of(main, [path, *args]), own_modules:
         known = set(threading.enumerate())
         try:
-            exec(code, main.__dict__)
+            try:
+                exec(code, main.__dict__)
+            finally:
+                if at_end is not None:
+                    at_end()
         except SystemExit:
             _join(known)
             raise

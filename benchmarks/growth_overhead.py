@@ -1,0 +1,73 @@
+"""What the growth watch costs: CPU seconds of a W1 step (`workloads.py`) with and without it, and microseconds an operation.
+
+    python benchmarks/growth_overhead.py [-o results/growth_overhead.json] [--steps 13]
+
+Plain and watched loops alternate; the watched ones include all samples and looks at the heap of a loop of that many steps. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from memfit import watch_growth
+from workloads import WORKLOADS, Setup
+
+NUM_ROUNDS = 3
+NUM_CALLS = 2000
+
+
+def seconds_of(setup: Setup, num_steps: int, *, watched: bool) -> float:
+    """CPU seconds of a loop of steps, divided by their number."""
+    start = time.process_time()
+    items = range(num_steps)
+    for _ in watch_growth(items) if watched else items:
+        setup.step()
+    return (time.process_time() - start) / num_steps
+
+
+def microseconds_of_call(*, watched: bool) -> float:
+    """CPU microseconds of one tiny operation; the code is written out, so that no loop goes around."""
+    code = compile("x = torch.exp(x)\n" * NUM_CALLS, __file__, "exec")
+    names = {"torch": torch, "x": torch.zeros(4)}
+    for _ in watch_growth(range(1)) if watched else range(1):
+        start = time.process_time()
+        exec(code, names)
+        seconds = time.process_time() - start
+    return seconds / NUM_CALLS * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--steps", type=int, default=13)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    setup = WORKLOADS["W1"].make()
+    setup.step()
+    plain, watched = [], []
+    for _ in range(NUM_ROUNDS):
+        plain.append(seconds_of(setup, arguments.steps, watched=False))
+        watched.append(seconds_of(setup, arguments.steps, watched=True))
+    calls = [min(microseconds_of_call(watched=on) for _ in range(5)) for on in (False, True)]
+    figures = {
+        "torch": torch.__version__,
+        "num_steps": arguments.steps,
+        "plain_seconds_per_step": plain,
+        "watched_seconds_per_step": watched,
+        "overhead_of_a_W1_step": statistics.median(watched) / statistics.median(plain) - 1,
+        "microseconds_per_call_plain": calls[0],
+        "microseconds_per_call_watched": calls[1],
+    }
+    print(json.dumps(figures, indent=1))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
