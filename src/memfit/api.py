@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
-from memfit.core.plan import BITWISE, EXACTNESS, Plan
+from memfit.core.plan import APPROXIMATE, BITWISE, EXACTNESS, Plan
+from memfit.core.precision import Choice
 from memfit.core.sizes import format_size, parse_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.core.verify import check_verify
@@ -123,13 +126,31 @@ def run_script(
     allow: str = BITWISE,
     plan: Plan | None = None,
     verify: str = "3",
+    precision: Choice | None = None,
     on_progress: OnProgress | None = None,
 ) -> ScriptRun:
     """Run a script as `python path args…` would, its training held to the budget.
+
+    precision: the opt level to train in (core.precision.choose), which is `allow`ed by asking for it; on CPU the budget may then be left out: all
+    of the machine's memory.
 
     Raises as `fit` does for what is wrong before the script begins; all that comes later is in the ScriptRun.
     """
     from memfit.runtime.script import run_script
 
-    session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
-    return run_script(path, args, session, allow)
+    if precision is None:
+        session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
+        return run_script(path, args, session, allow)
+
+    import torch
+
+    from memfit.runtime.precision import Precision
+
+    source = {}
+    if budget is None and not torch.cuda.is_available():
+        budget, source = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), {"budget_source": "this machine's memory"}
+    session = fit(None, None, budget, allow=APPROXIMATE, plan=plan, verify=verify, on_progress=on_progress)
+    with Precision(precision, on_held_back=session.leave_out_step) as applied:
+        ran = run_script(path, args, session, APPROXIMATE)
+    messages = (*applied.messages(), *ran.result.messages)
+    return replace(ran, result=replace(ran.result, precision=applied.label, messages=messages, **source))

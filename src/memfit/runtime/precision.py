@@ -92,6 +92,17 @@ class Precision:
             self._aside = reason
             self._forwards.forget()
 
+    @property
+    def label(self) -> str:
+        """What the program trained in, like 'O1 bfloat16'; '' where nothing was changed."""
+        if self._aside or not self._device_type:
+            return ""
+        return f"{self.choice.level.name} {self._half_name}"
+
+    @property
+    def _half_name(self) -> str:
+        return str(self._forwards.half_on(self._device_type)).removeprefix("torch.")
+
     def messages(self) -> list[str]:
         """What there is to say about the run, in whole sentences."""
         level = self.choice.level
@@ -101,8 +112,7 @@ class Precision:
             return [f"precision {level.name}: {level.title}, as the script is written; nothing was changed."]
         if not self._device_type:
             return [f"--precision {level.name} had nothing to act on: no torch.nn.Module was called in training."]
-        half = self._forwards.half_on(self._device_type)
-        text = f"precision {level.name} ({level.title}) in {str(half).removeprefix('torch.')}; results differ from float32's."
+        text = f"precision {level.name} ({level.title}) in {self._half_name}; results differ from float32's."
         if self._scaling is not None:
             text += (
                 f" The loss scale ended at {self._scaling.scale:g}; {self._stepping.num_held_back} optimizer steps were held back for gradients that "
@@ -142,11 +152,14 @@ class Precision:
         self._admitted.add(module)
         self._inspection.begin(module)
         self._device_type = device_type
-        level = self.choice.level
-        if self._scaling is None and level.loss_scale != 1.0 and self._forwards.half_on(device_type) is torch.float16:
-            self._scaling = Scaling(level.loss_scale)
-        if level.by_lists and any(not (w.is_floating_point() or w.is_complex()) for w in module.parameters()):
+        if self._scaling is None and self._needs_scale(device_type):
+            self._scaling = Scaling(self.choice.level.loss_scale)
+        if self.choice.level.by_lists and any(not (w.is_floating_point() or w.is_complex()) for w in module.parameters()):
             self._notes.append(f"The integer parameters of {type(module).__name__} are left as they are.")
+
+    def _needs_scale(self, device_type: str) -> bool:
+        """Whether gradients on this type of device need the loss scaled: not in bfloat16, which has float32's range."""
+        return self.choice.level.loss_scale != 1.0 and self._forwards.half_on(device_type) is torch.float16
 
     def _wrap_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def grad(*args: Any, **kwargs: Any) -> Any:
@@ -203,13 +216,21 @@ class Precision:
     def _on_new_optimizer(self, optimizer: Optimizer) -> None:
         level = self.choice.level
         halves = _all_half(p for group in optimizer.param_groups for p in group["params"])
-        if self._is_ours() and level.half_weights and level.masters and halves:
-            raise PrecisionError(refuse_half(level.name, type(optimizer).__name__, halves))
+        if not self._is_ours() or not level.half_weights:
+            return
+        if level.masters:
+            if halves:
+                raise PrecisionError(refuse_half(level.name, type(optimizer).__name__, halves))
+            return
+        for weight in (p for group in optimizer.param_groups for p in group["params"]):
+            if weight.dtype is torch.float32:  # now, so that a budget is compared with what they will take
+                weight.data = weight.data.to(self._forwards.half_on(weight.device.type))
 
     def _step(self, optimizer: Optimizer, step: Step, args: Any, kwargs: Any) -> Any:
         if not self._is_ours():
             return step(optimizer, *args, **kwargs)
-        if self._scaling is None:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if first is None or not self._needs_scale(first.device.type):
             self._forwards.forget()
             self._check(optimizer)
             return step(optimizer, *args, **kwargs)
@@ -221,7 +242,7 @@ class Precision:
         closure, args, kwargs = _take_closure(args, kwargs)
         result = self._run_closure(optimizer, closure) if closure is not None else None
         self._forwards.forget()
-        if self._scaling.must_hold_back(optimizer):
+        if self._scaling is not None and self._scaling.must_hold_back(optimizer):
             self._hold_back(optimizer)
             return result
         self._check(optimizer)

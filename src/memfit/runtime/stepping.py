@@ -10,7 +10,7 @@ advance without it, and one that steps once an epoch does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Stepping:
     def enter(self) -> None:
         """Begin to notice new ones."""
         self._undo += [patch(Optimizer, "__init__", self._wrap_optimizer), patch(LRScheduler, "__init__", self._wrap_scheduler)]
+        for kind in _with_subclasses(LRScheduler):  # not all of them call LRScheduler.__init__
+            self._wrap_class(kind, self._schedule)
 
     def exit(self) -> None:
         """Take all wrappers off."""
@@ -116,3 +118,9 @@ class Stepping:
         if owner not in self._wrapped:
             self._wrapped.add(owner)
             self._undo.append(patch(owner, "step", wrap))
+
+
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _with_subclasses(each)
