@@ -113,9 +113,11 @@ def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None)
 
 def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
     """The Trace of a script's second training step; the script is stopped there. Raises TraceError if it never trains."""
+    from memfit.integrations import apex
     from memfit.runtime.script import trace_script
 
-    return trace_script(path, args, on_progress)
+    with apex.standing_in():
+        return trace_script(path, args, on_progress)
 
 
 def run_script(
@@ -136,21 +138,41 @@ def run_script(
 
     Raises as `fit` does for what is wrong before the script begins; all that comes later is in the ScriptRun.
     """
+    from memfit.integrations import apex
+
+    source = ""
+    if precision is not None:
+        allow = APPROXIMATE
+        if budget is None and not _has_cuda():
+            budget, source = (
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+                "this machine's memory",
+            )
+    session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
+    with apex.standing_in() as messages:
+        ran, label = _run_in(precision, path, args, session, allow, messages)
+    result = replace(ran.result, precision=label, messages=(*messages, *ran.result.messages))
+    return replace(ran, result=replace(result, budget_source=source) if source else result)
+
+
+def _run_in(
+    precision: Choice | None, path: str, args: list[str], session: Session, allow: str, messages: list[str]
+) -> tuple[ScriptRun, str]:
+    """Run the script in this precision; what it really trained in comes back too, and what there is to say is added to the messages."""
     from memfit.runtime.script import run_script
 
     if precision is None:
-        session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
-        return run_script(path, args, session, allow)
-
-    import torch
+        return run_script(path, args, session, allow), ""
 
     from memfit.runtime.precision import Precision
 
-    source = {}
-    if budget is None and not torch.cuda.is_available():
-        budget, source = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), {"budget_source": "this machine's memory"}
-    session = fit(None, None, budget, allow=APPROXIMATE, plan=plan, verify=verify, on_progress=on_progress)
     with Precision(precision, on_held_back=session.leave_out_step) as applied:
-        ran = run_script(path, args, session, APPROXIMATE)
-    messages = (*applied.messages(), *ran.result.messages)
-    return replace(ran, result=replace(ran.result, precision=applied.label, messages=messages, **source))
+        ran = run_script(path, args, session, allow)
+    messages += applied.messages()
+    return ran, applied.label
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -27,7 +27,9 @@ class FakeApi:
         self.planned: object = PLAN
 
     def run_script(self, path, args, *, budget, allow, plan, verify, precision, on_progress):
-        self.calls.append((path, args, {"budget": budget, "allow": allow, "plan": plan, "verify": verify, "precision": precision}))
+        self.calls.append(
+            (path, args, {"budget": budget, "allow": allow, "plan": plan, "verify": verify, "precision": precision})
+        )
         on_progress("measuring step 1", 0, None)
         return self._answer(self.ran)
 

@@ -40,7 +40,8 @@ def run(
     ] = None,
     allow: Annotated[Exactness, typer.Option(help="How far results may differ from plain PyTorch.")] = Exactness.bitwise,
     precision: Annotated[
-        str | None, typer.Option(metavar="O0|O1|O2|O3", help="Train in lower precision; results differ (memfit explain precision).")
+        str | None,
+        typer.Option(metavar="O0|O1|O2|O3", help="Train in lower precision; results differ (memfit explain precision)."),
     ] = None,
     half: Annotated[str | None, typer.Option(metavar="bf16|fp16", help="For --precision. Default: as torch.autocast.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this plan instead of measuring first.")] = None,

@@ -216,15 +216,8 @@ class Precision:
     def _on_new_optimizer(self, optimizer: Optimizer) -> None:
         level = self.choice.level
         halves = _all_half(p for group in optimizer.param_groups for p in group["params"])
-        if not self._is_ours() or not level.half_weights:
-            return
-        if level.masters:
-            if halves:
-                raise PrecisionError(refuse_half(level.name, type(optimizer).__name__, halves))
-            return
-        for weight in (p for group in optimizer.param_groups for p in group["params"]):
-            if weight.dtype is torch.float32:  # now, so that a budget is compared with what they will take
-                weight.data = weight.data.to(self._forwards.half_on(weight.device.type))
+        if self._is_ours() and level.half_weights and level.masters and halves:
+            raise PrecisionError(refuse_half(level.name, type(optimizer).__name__, halves))
 
     def _step(self, optimizer: Optimizer, step: Step, args: Any, kwargs: Any) -> Any:
         if not self._is_ours():

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
@@ -23,17 +22,21 @@ Step = Callable[..., Any]
 
 
 class Stepping:
-    """Watches every optimizer and scheduler made between `enter` and `exit`.
+    """Watches optimizers given to `watch`, and every optimizer and scheduler made between `enter` and `exit`.
 
     run_step(optimizer, step, args, kwargs): called in the place of a step; returns what it returns, and says with `hold_back` if it was not made.
     """
 
-    def __init__(self, run_step: Callable[[Optimizer, Step, Any, Any], Any], on_new: Callable[[Optimizer], None]) -> None:
+    def __init__(
+        self, run_step: Callable[[Optimizer, Step, Any, Any], Any], on_new: Callable[[Optimizer], None] = lambda new: None
+    ) -> None:
         self.num_steps = self.num_held_back = 0
         self._run_step = run_step
         self._on_new = on_new
         self._made: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()  # steps made, held back
-        self._seen: weakref.WeakKeyDictionary[LRScheduler, list[int]] = weakref.WeakKeyDictionary()  # the same, at its last step
+        self._seen: weakref.WeakKeyDictionary[LRScheduler, list[int]] = (
+            weakref.WeakKeyDictionary()
+        )  # the same, at its last step
         self._wrapped: set[type] = set()
         self._running: list[Any] = []
         self._undo: list[Callable[[], None]] = []
@@ -43,6 +46,11 @@ class Stepping:
         self._undo += [patch(Optimizer, "__init__", self._wrap_optimizer), patch(LRScheduler, "__init__", self._wrap_scheduler)]
         for kind in _with_subclasses(LRScheduler):  # not all of them call LRScheduler.__init__
             self._wrap_class(kind, self._schedule)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Know this one from now on."""
+        self._made.setdefault(optimizer, [0, 0])
+        self._wrap_class(type(optimizer), self._step)
 
     def exit(self) -> None:
         """Take all wrappers off."""
@@ -63,8 +71,7 @@ class Stepping:
     def _wrap_optimizer(self, original: Callable[..., None]) -> Callable[..., None]:
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._made[optimizer] = [0, 0]
-            self._wrap_class(type(optimizer), self._step)
+            self.watch(optimizer)
             self._on_new(optimizer)
 
         return init
@@ -99,7 +106,8 @@ class Stepping:
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
             if any(isinstance(each, LRScheduler) for each in self._running):  # a scheduler of schedulers, or super().step()
                 return original(scheduler, *args, **kwargs)
-            made = self._made.get(getattr(scheduler, "optimizer", None), [0, 0])  # type: ignore[call-overload]
+            optimizer = getattr(scheduler, "optimizer", None)
+            made = self._made.get(optimizer, [0, 0]) if isinstance(optimizer, Optimizer) else [0, 0]
             seen = self._seen.get(scheduler, [0, 0])
             if made[0] == seen[0] and made[1] > seen[1]:
                 return None
@@ -120,7 +128,7 @@ class Stepping:
             self._undo.append(patch(owner, "step", wrap))
 
 
-def _with_subclasses(kind: type) -> Iterator[type]:
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for each in kind.__subclasses__():
         yield from _with_subclasses(each)

@@ -64,8 +64,10 @@ def swap_in_half(module: torch.nn.Module, dtype: torch.dtype, float32_norms: boo
 
 def _copy_of(weight: torch.Tensor, dtype: torch.dtype, copies: Copies) -> torch.Tensor:
     known = copies.get(weight)
-    if known is None or known[1] != weight._version or known[0].requires_grad != (
-        weight.requires_grad and torch.is_grad_enabled()
+    if (
+        known is None
+        or known[1] != weight._version
+        or known[0].requires_grad != (weight.requires_grad and torch.is_grad_enabled())
     ):
         known = copies[weight] = (weight.to(dtype), weight._version)
     return known[0]

@@ -7,6 +7,7 @@ output, so it is armed only after many overflows in a row.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -36,11 +37,12 @@ class Inspection:
         if not _is_finite(output) and _is_finite(inputs):
             self._forward = self._name(module)
             return
+        note = functools.partial(self._note, self._name(module))
         for tensor in _floats(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient, name=self._name(module): self._note(gradient, name))
+                tensor.register_hook(note)
 
-    def _note(self, gradient: torch.Tensor, name: str) -> None:
+    def _note(self, name: str, gradient: torch.Tensor) -> None:
         if not self._backward and not _is_finite(gradient):
             self._backward = name
 

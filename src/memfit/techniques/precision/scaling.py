@@ -85,6 +85,11 @@ class Scaling:
         """The factor of the next backward pass, unless a step comes in between."""
         return self._scaler.get_scale() if self._scaler is not None else self._state.get("scale", self._first_scale)
 
+    @property
+    def reduced_scale(self) -> float:
+        """What the scale is after an overflow now."""
+        return max(self.scale / 2, self._smallest or 0.0)
+
     # ---- around backward -------------------------------------------------------------------------------------------
 
     @contextmanager
