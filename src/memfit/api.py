@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -111,12 +112,15 @@ def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None)
     return planner.plan(trace, budget_bytes, margin_bytes=slack_bytes(budget_bytes), progress=on_progress)
 
 
-def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
-    """The Trace of a script's second training step; the script is stopped there. Raises TraceError if it never trains."""
+def trace_script(
+    path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None
+) -> Trace:
+    """The Trace of a script's second training step, in this precision; the script is stopped there. Raises TraceError if it never trains."""
     from memfit.integrations import apex
+    from memfit.runtime.precision import Precision
     from memfit.runtime.script import trace_script
 
-    with apex.standing_in():
+    with apex.standing_in(), Precision(precision) if precision is not None else nullcontext():
         return trace_script(path, args, on_progress)
 
 
@@ -164,11 +168,18 @@ def _run_in(
     if precision is None:
         return run_script(path, args, session, allow), ""
 
+    from memfit.diagnosis.precision import find_copies
     from memfit.runtime.precision import Precision
 
     with Precision(precision, on_held_back=session.leave_out_step) as applied:
         ran = run_script(path, args, session, allow)
     messages += applied.messages()
+    if session.traces and applied.label and precision.level.by_lists:
+        copies = find_copies(session.traces[-1])
+        messages.append(
+            f"autocast keeps {format_size(copies.weight_bytes)} of half copies of weights and {format_size(copies.input_bytes)} of float32 inputs for "
+            "backward; parameters, gradients and optimizer state stay float32 (memfit trace --precision compares with float32)."
+        )
     return ran, applied.label
 
 

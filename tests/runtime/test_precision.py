@@ -322,3 +322,35 @@ print([bool(torch.isfinite(p).all()) for p in net.parameters()].count(False))
     assert out.splitlines()[-1] == "0"
     assert len(out.splitlines()) == 5
     assert ran.result.num_steps == 3
+
+
+def test_an_evaluation_that_fills_the_scripts_own_autocast_cache_is_a_finding(scripts):
+    """Six weights of 64 x 64: their half copies, 48 KiB, are held until the region ends; without the cache nothing is."""
+    source = """
+net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(4, 64)
+with torch.autocast("cpu", torch.bfloat16, cache_enabled={cache}):
+    with torch.no_grad():
+        net(x)
+        net(x)
+    net(x).float().sum().backward()
+optimizer.step()
+"""
+    path = scripts.write(source.format(cache=True))
+    _, ran = scripts.run(path, precision=choose("O1", "bf16"))
+    assert ran.error is None, ran.error
+    left_alone, found = ran.result.messages[:2]
+    assert "uses torch.autocast itself" in left_alone
+    line = 4 + source.splitlines().index("        net(x)")
+    assert found.startswith(f"{path}:{line}: MF611 A forward pass of Sequential without gradients leaves 48.00 KiB of cast weights")
+    _, ran = scripts.run(scripts.write(source.format(cache=False)), precision=choose("O1", "bf16"))
+    assert not any("MF611" in message for message in ran.result.messages)
+
+
+def test_what_autocast_keeps_is_told_in_the_report(scripts):
+    path, _ = both(scripts, "bf16")
+    _, ran = scripts.run(path, precision=choose("O1", "bf16"))
+    told = [message for message in ran.result.messages if message.startswith("autocast keeps ")]
+    assert len(told) == 1
+    assert "parameters, gradients and optimizer state stay float32" in told[0]

@@ -18,8 +18,10 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from memfit.core.errors import PrecisionError
+from memfit.core.finding import Finding
 from memfit.core.precision import Choice
 from memfit.engine.private import in_backward
+from memfit.runtime.autocast_cache import CacheWatch
 from memfit.runtime.patching import patch
 from memfit.runtime.stepping import Step, Stepping
 from memfit.techniques.precision.forward import Forwards
@@ -50,6 +52,7 @@ class Precision:
         self._stepping = Stepping(self._step, self._on_new_optimizer)
         self._scaling: Scaling | None = None  # made when the half precision is known to be float16
         self._inspection = Inspection()
+        self._cache_watch = CacheWatch()  # of the program's own autocast
         self._device_type = ""
         self._aside = ""  # why the program is left alone
         self._notes: list[str] = []
@@ -100,6 +103,11 @@ class Precision:
         return f"{self.choice.level.name} {self._half_name}"
 
     @property
+    def findings(self) -> list[Finding]:
+        """What was seen of the program's own use of autocast."""
+        return self._cache_watch.findings
+
+    @property
     def _half_name(self) -> str:
         return str(self._forwards.half_on(self._device_type)).removeprefix("torch.")
 
@@ -107,7 +115,8 @@ class Precision:
         """What there is to say about the run, in whole sentences."""
         level = self.choice.level
         if self._aside:
-            return [f"--precision {level.name} was not applied: the script {self._aside}, so it is left alone."]
+            told = [f"{found.path}:{found.line}: {found.code} {found.message} {found.remedy}" for found in self.findings]
+            return [f"--precision {level.name} was not applied: the script {self._aside}, so it is left alone.", *told]
         if level.does_nothing:
             return [f"precision {level.name}: {level.title}, as the script is written; nothing was changed."]
         if not self._device_type:
@@ -126,10 +135,15 @@ class Precision:
         return not self._aside and threading.get_ident() == self._thread
 
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._cache_watch.call(original, module, args, kwargs)
+
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_ours():
+            if threading.get_ident() != self._thread:
                 return original(module, *args, **kwargs)
-            output = self._forwards.call(original, module, args, kwargs)
+            if self._aside:
+                return watched(module, *args, **kwargs)
+            output = self._forwards.call(watched, module, args, kwargs)
             if self._inspection.is_armed:
                 self._inspection.look(module, (args, kwargs), output)
             return output
