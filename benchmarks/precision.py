@@ -172,11 +172,12 @@ def _ratio(row: Row, plain: Row, name: str) -> float | None:
 def train_digits(level: str, half: str, seed: int, num_epochs: int) -> Row:
     """The mean loss of the last epoch, and the accuracy, of the digits network."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    import digits_cnn
     import torch.nn.functional as F
+    from sklearn.datasets import load_digits
+
+    import digits_cnn
     from memfit.core.precision import choose
     from memfit.runtime.precision import Precision
-    from sklearn.datasets import load_digits
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
