@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from memfit import api
 from memfit.core.errors import PrecisionError
 from memfit.core.precision import choose
+from memfit.core.replay import replay
+from runtime.conftest import live_bytes
 
 HALVES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -354,3 +357,20 @@ def test_what_autocast_keeps_is_told_in_the_report(scripts):
     told = [message for message in ran.result.messages if message.startswith("autocast keeps ")]
     assert len(told) == 1
     assert "parameters, gradients and optimizer state stay float32" in told[0]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_levels_without_lists_compose_with_a_budget_bit_for_bit(scripts, level):
+    """Also where half copies of weights are calls of the tape that may be evicted and cast again."""
+    path, _ = both(scripts, "bf16")
+    choice = choose(level, "bf16")
+    wanted, ran = scripts.run(path, precision=choice)
+    assert ran.error is None, ran.error
+    elsewhere = live_bytes()
+    peak = replay(api.trace_script(path, [], None, choice)).peak_bytes
+    budget = int(0.75 * (peak - elsewhere)) + live_bytes()
+    out, ran = scripts.run(path, budget=budget, precision=choice)
+    assert ran.error is None, ran.error
+    assert out == wanted
+    assert ran.result.peak_bytes <= budget
+    assert ran.result.certificate.verdict == "equal"

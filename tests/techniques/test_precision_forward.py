@@ -240,3 +240,44 @@ def test_gradients_are_clipped_after_they_are_unscaled():
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
     assert (model.weight - before).norm().item() == pytest.approx(2 / 5**0.5, abs=1e-3)  # four equal gradients and the bias's
+
+
+def test_an_evaluation_with_gradients_on_has_autocast_for_its_call_only():
+    """A program that forgets no_grad must not go on in half after the evaluation."""
+    with o1():
+        model = nn.Linear(4, 4).eval()
+        out = model(torch.ones(2, 4))
+        assert not torch.is_autocast_enabled("cpu")
+        assert out.dtype is torch.float32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        F.cross_entropy(out, torch.zeros(2, dtype=torch.long)).backward()
+        ours = model.weight.grad.clone()
+    model.weight.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(torch.ones(2, 4)), torch.zeros(2, dtype=torch.long))
+    loss.backward()
+    assert torch.equal(ours, model.weight.grad)  # a model fine-tuned in eval mode loses nothing
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_output_classes_of_transformers_keep_their_type_and_their_other_fields(level):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, max_position_embeddings=8
+    )
+    torch.manual_seed(0)
+    with Precision(choose(level, "bf16")) as applied:
+        model = BertForSequenceClassification(config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.randint(0, 20, (2, 8))
+        out = model(input_ids=tokens, attention_mask=torch.ones(2, 8), labels=torch.tensor([0, 1]))
+        out.loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            evaluated = model(input_ids=tokens)
+    assert applied.label == f"{level} bfloat16"
+    assert type(out) is type(evaluated)
+    assert out["loss"] is out.loss
+    assert evaluated.logits.dtype is evaluated["logits"].dtype is torch.float32
+    assert model.bert.embeddings.word_embeddings.weight.grad.abs().sum() > 0

@@ -18,22 +18,22 @@ Undo = Callable[[], None]
 _NORMS = torch.nn.modules.batchnorm._BatchNorm
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
+def cast(value: Any, dtype: torch.dtype, *, ask_objects: bool = False) -> Any:
     """The value with every floating-point tensor in it cast; tensors of other kinds and unknown objects are handed on.
 
-    An object with a `to` method of its own is asked (apex's rule for batch classes).
+    ask_objects: call `to(dtype)` of other objects that have it, apex's rule for a program's own batch classes.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (list, tuple)):
-        items = [cast(each, dtype) for each in value]
+        items = [cast(each, dtype, ask_objects=ask_objects) for each in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        result = copy.copy(value)  # keeps a subclass, such as the output class of transformers
+        result = copy.copy(value)  # keeps a subclass, such as the output classes of transformers
         for key, each in value.items():
-            result[key] = cast(each, dtype)  # type: ignore[index]
+            result[key] = cast(each, dtype, ask_objects=ask_objects)  # type: ignore[index]
         return result
-    if hasattr(value, "to") and not isinstance(value, (type, torch.nn.Module)):
+    if ask_objects and hasattr(value, "to") and not isinstance(value, (type, torch.nn.Module)):
         return value.to(dtype)
     return value
 

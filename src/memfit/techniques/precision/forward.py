@@ -4,7 +4,8 @@ A *root* is a module the program itself calls; what follows it up to the backwar
 
 By lists (O1): the region is one `torch.autocast` context, entered at the root's call and left before backward or the optimizer's step,
 so autocast's cache of cast weights never outlives a weight. A forward pass without gradients runs without that cache: it would hold a half
-copy of every weight for nothing.
+copy of every weight for nothing. An evaluation (no gradients, or a root in eval mode outside a region) has autocast for the call only, and its
+outputs are cast to float32: nobody knows what the program does with them.
 
 In half with float32 masters (O2): for the root's call the weights of its modules are half copies, made by differentiable casts, and
 so they are again during backward, for what a checkpoint recomputes then. In half without masters (O3) the weights themselves are half.
@@ -88,9 +89,9 @@ class Forwards:
     # ---- by lists --------------------------------------------------------------------------------------------------
 
     def _call_by_lists(self, original: Call, module: torch.nn.Module, args: Any, kwargs: Any, device_type: str) -> Any:
-        if not torch.is_grad_enabled():
-            is_inside = self._autocast is not None
-            with torch.autocast(device_type, self.half_on(device_type), cache_enabled=False):
+        is_inside, has_gradients = self._autocast is not None, torch.is_grad_enabled()
+        if not has_gradients or not (is_inside or module.training):
+            with torch.autocast(device_type, self.half_on(device_type), cache_enabled=has_gradients):
                 output = original(module, *args, **kwargs)
             return output if is_inside else cast(output, self._output)
         version = sum(weight._version for weight in module.parameters())
@@ -135,7 +136,7 @@ class Forwards:
     # ---- in half ---------------------------------------------------------------------------------------------------
 
     def _call_in_half(self, original: Call, module: torch.nn.Module, args: Any, kwargs: Any, half: torch.dtype) -> Any:
-        args, kwargs = cast(args, half), cast(kwargs, half)
+        args, kwargs = cast(args, half, ask_objects=True), cast(kwargs, half, ask_objects=True)
         if not self.level.masters:
             return cast(original(module, *args, **kwargs), self._output)
         if torch.is_grad_enabled():
