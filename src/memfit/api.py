@@ -112,9 +112,7 @@ def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None)
     return planner.plan(trace, budget_bytes, margin_bytes=slack_bytes(budget_bytes), progress=on_progress)
 
 
-def trace_script(
-    path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None
-) -> Trace:
+def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> Trace:
     """The Trace of a script's second training step, in this precision; the script is stopped there. Raises TraceError if it never trains."""
     from memfit.integrations import apex
     from memfit.runtime.precision import Precision

@@ -49,7 +49,10 @@ def test_without_half_pytorch_chooses(memfit, api):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--precision", "O4"], "'O4' is no opt level. There are O0 (pure float32), O1 (mixed by operator lists, float32 weights), O2 ("),
+        (
+            ["--precision", "O4"],
+            "'O4' is no opt level. There are O0 (pure float32), O1 (mixed by operator lists, float32 weights), O2 (",
+        ),
         (["--precision", "01"], "'01' is no opt level. The O is a letter, not a zero. There are O0"),
         (["--precision", "o1"], "'o1' is no opt level."),
         (["--precision", "O1", "--half", "int8"], "'int8' is no half precision. Give 'bf16' or 'fp16'."),
@@ -74,7 +77,13 @@ def run_command(directory: Path, *args: str) -> subprocess.CompletedProcess[str]
     (directory / "train.py").write_text(TRAIN)
     environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
     return subprocess.run(
-        [sys.executable, "-m", "memfit", *args], capture_output=True, text=True, check=False, cwd=directory, env=environment, timeout=300
+        [sys.executable, "-m", "memfit", *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=directory,
+        env=environment,
+        timeout=300,
     )
 
 

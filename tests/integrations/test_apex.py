@@ -343,11 +343,11 @@ def test_options_that_make_no_sense_are_refused_in_a_sentence(options, words):
 def test_bad_models_and_optimizers_are_refused_in_a_sentence():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(PrecisionError, match="a generator, which can be read only once, for optimizers.*list\\(optimizers\\)"):
+    with pytest.raises(PrecisionError, match=r"a generator, which can be read only once, for optimizers.*list\(optimizers\)"):
         amp.initialize(model, (each for each in [optimizer]))
     with pytest.raises(PrecisionError, match="a tuple, for models"):
         amp.initialize((model, model), optimizer)
-    with pytest.raises(PrecisionError, match="0.weight of Sequential is float16 already"):
+    with pytest.raises(PrecisionError, match=r"0.weight of Sequential is float16 already"):
         amp.initialize(make_model().half(), optimizer)
     with pytest.raises(
         PrecisionError, match="O2 keeps float32 master weights, but this SGD was built on parameters that are float16"
@@ -355,14 +355,14 @@ def test_bad_models_and_optimizers_are_refused_in_a_sentence():
         amp.initialize(model, torch.optim.SGD(make_model().half().parameters(), lr=0.1), opt_level="O2")
     with pytest.raises(PrecisionError, match="wrapped in DataParallel already"):
         amp.initialize(nn.DataParallel(model), optimizer)
-    with pytest.raises(PrecisionError, match="amp.init is apex's old interface"):
+    with pytest.raises(PrecisionError, match=r"amp.init is apex's old interface"):
         amp.init()
 
 
 def test_scale_loss_before_initialize_says_what_to_call():
     loss = torch.zeros((), requires_grad=True)
     with (
-        pytest.raises(RuntimeError, match="amp.scale_loss was called before amp.initialize"),
+        pytest.raises(RuntimeError, match=r"amp.scale_loss was called before amp.initialize"),
         amp.scale_loss(loss, torch.optim.SGD([loss], lr=0.1)),
     ):
         pass
@@ -372,7 +372,7 @@ def test_an_unknown_loss_id_says_how_many_there_are():
     model = make_model()
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
     with (
-        pytest.raises(PrecisionError, match="There is no loss scale 1: .* num_losses=1"),
+        pytest.raises(PrecisionError, match=r"There is no loss scale 1: .* num_losses=1"),
         amp.scale_loss(model(batch(0)[0]).sum(), optimizer, loss_id=1),
     ):
         pass

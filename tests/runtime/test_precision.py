@@ -346,7 +346,9 @@ optimizer.step()
     left_alone, found = ran.result.messages[:2]
     assert "uses torch.autocast itself" in left_alone
     line = 4 + source.splitlines().index("        net(x)")
-    assert found.startswith(f"{path}:{line}: MF611 A forward pass of Sequential without gradients leaves 48.00 KiB of cast weights")
+    assert found.startswith(
+        f"{path}:{line}: MF611 A forward pass of Sequential without gradients leaves 48.00 KiB of cast weights"
+    )
     _, ran = scripts.run(scripts.write(source.format(cache=False)), precision=choose("O1", "bf16"))
     assert not any("MF611" in message for message in ran.result.messages)
 

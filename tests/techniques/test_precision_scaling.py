@@ -167,7 +167,9 @@ def test_an_optimizer_that_steps_inside_backward_is_refused_in_float16():
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
         loss = F.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 2))
-        with pytest.raises(PrecisionError, match="The SGD steps inside the backward pass, where float16 gradients are still multiplied"):
+        with pytest.raises(
+            PrecisionError, match="The SGD steps inside the backward pass, where float16 gradients are still multiplied"
+        ):
             loss.backward()
 
 

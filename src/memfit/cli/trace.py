@@ -25,7 +25,8 @@ def trace(
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT", help="Where the trace goes.")] = None,
     precision: Annotated[
-        str | None, typer.Option(metavar="O1|O2|O3", help="Measure in lower precision, beside float32, and say what that changes.")
+        str | None,
+        typer.Option(metavar="O1|O2|O3", help="Measure in lower precision, beside float32, and say what that changes."),
     ] = None,
     half: Annotated[str | None, typer.Option(metavar="bf16|fp16", help="For --precision. Default: as torch.autocast.")] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks of errors.")] = False,

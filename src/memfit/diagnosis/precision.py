@@ -94,7 +94,9 @@ def describe(found: Comparison, level: str) -> list[str]:
     """The comparison in sentences: the peak, what was added and what saved, and when it pays."""
     plain, lower = found.peak_bytes
     lines = [f"{level}: peak {format_size(lower)}, {lower / plain:.2f}x of float32's {format_size(plain)}."]
-    unchanged = sum(lower_ for name, (_, lower_) in found.kinds.items() if name in ("parameter", "gradient", "optimizer state", "buffer"))
+    unchanged = sum(
+        lower_ for name, (_, lower_) in found.kinds.items() if name in ("parameter", "gradient", "optimizer state", "buffer")
+    )
     lines.append(
         f"Kept for backward: {format_size(found.saved_bytes[1])} instead of {format_size(found.saved_bytes[0])}. Of it "
         f"{format_size(found.copies.weight_bytes)} are half copies of weights and {format_size(found.copies.input_bytes)} half copies of float32 inputs, "
@@ -103,7 +105,9 @@ def describe(found: Comparison, level: str) -> list[str]:
     lines.append(f"Parameters, gradients, optimizer state and buffers hold {format_size(unchanged)} at that peak.")
     if found.copies.weight_bytes and found.break_even is not None:
         verdict = "it costs memory at this batch" if found.break_even > 1 else "it pays at this batch"
-        lines.append(f"The copies of weights equal what the activations shrink by at {found.break_even:.2g} times this batch, so {verdict}.")
+        lines.append(
+            f"The copies of weights equal what the activations shrink by at {found.break_even:.2g} times this batch, so {verdict}."
+        )
     shrunk = found.shrunk_bytes / found.saved_bytes[0] if found.saved_bytes[0] else 0.0
     if shrunk < 0.1:
         change = f"shrink by {shrunk:.1%} only" if shrunk >= 0 else f"grow by {-shrunk:.1%}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from memfit.techniques.precision.forward import Forwards
 from memfit.techniques.precision.inspection import Inspection
 from memfit.techniques.precision.leaves import check_connected, leaves_of
 from memfit.techniques.precision.scaling import Scaling
+from memfit.techniques.precision.weights import check_optimizer, name_halves
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_HALF_TYPES = set(_HALVES.values())
 _MAX_OVERFLOWS = 24  # in a row; GradScaler's first scale of 65536 is at 2^-8 by then
 _CHECKED_STEPS = 3  # of each optimizer: is it connected to what the model reads?
 
@@ -155,7 +155,7 @@ class Precision:
         if not self._forwards.is_open and torch.is_autocast_enabled(device_type):
             self.stand_aside("uses torch.autocast itself")
         elif module not in self._admitted:
-            halves = _all_half(module.parameters())
+            halves = name_halves(module.parameters())
             if halves:
                 self.stand_aside(f"made the weights of its {type(module).__name__} {halves} itself")
             else:
@@ -228,10 +228,8 @@ class Precision:
     # ---- the optimizer's step --------------------------------------------------------------------------------------
 
     def _on_new_optimizer(self, optimizer: Optimizer) -> None:
-        level = self.choice.level
-        halves = _all_half(p for group in optimizer.param_groups for p in group["params"])
-        if self._is_ours() and level.half_weights and level.masters and halves:
-            raise PrecisionError(refuse_half(level.name, type(optimizer).__name__, halves))
+        if self._is_ours():
+            check_optimizer(optimizer, self.choice.level)
 
     def _step(self, optimizer: Optimizer, step: Step, args: Any, kwargs: Any) -> Any:
         if not self._is_ours():
@@ -288,20 +286,6 @@ def stand_aside(reason: str) -> None:
     """The precision in force, if there is one, leaves its program alone."""
     for each in list(_active):
         each.stand_aside(reason)
-
-
-def refuse_half(level: str, optimizer: str, halves: str) -> str:
-    """Why master weights cannot be made of half ones."""
-    return (
-        f"{level} keeps float32 master weights, but this {optimizer} was built on parameters that are {halves} already: the digits that master weights "
-        "are for are gone. Leave out .half() or .bfloat16() and build the model in float32; O3 trains half weights as they are."
-    )
-
-
-def _all_half(parameters: Iterable[torch.Tensor]) -> str:
-    """Which half precision all floating-point parameters have; '' if one of them has another, or there is none."""
-    dtypes = {p.dtype for p in parameters if p.is_floating_point()}
-    return " and ".join(sorted(str(each).removeprefix("torch.") for each in dtypes)) if dtypes and dtypes <= _HALF_TYPES else ""
 
 
 def _take_closure(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, Any, Any]:

@@ -11,15 +11,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from types import GeneratorType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from memfit.core.errors import PrecisionError
-from memfit.core.precision import DYNAMIC, Level, find_level
+from memfit.core.precision import Level, find_level
 from memfit.integrations.apex import functions
 from memfit.integrations.apex.functions import (
     disable_casts,
@@ -30,13 +29,15 @@ from memfit.integrations.apex.functions import (
     register_half_function,
     register_promote_function,
 )
+from memfit.integrations.apex.options import check, listed, override
 from memfit.runtime.patching import patch
-from memfit.runtime.precision import refuse_half, stand_aside
+from memfit.runtime.precision import stand_aside
 from memfit.runtime.stepping import Step, Stepping
 from memfit.techniques.precision.casting import cast
-from memfit.techniques.precision.forward import Forwards, check_weights, turn_half
+from memfit.techniques.precision.forward import Forwards
 from memfit.techniques.precision.leaves import check_connected, leaves_of
 from memfit.techniques.precision.scaling import Scaling
+from memfit.techniques.precision.weights import turn_half
 
 __all__ = [
     "disable_casts",
@@ -53,8 +54,6 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
-
-_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
 @dataclass
@@ -125,7 +124,7 @@ def initialize(
     the level has no use for, models that are half or wrapped for parallel training already, and anything but a model, an optimizer or lists of them.
     """
     global _amp, _is_disabled
-    all_models, all_optimizers = _listed(models, torch.nn.Module, "models"), _listed(optimizers, Optimizer, "optimizers")
+    all_models, all_optimizers = listed(models, torch.nn.Module, "models"), listed(optimizers, Optimizer, "optimizers")
     level = find_level(opt_level)
     _is_disabled = not enabled
     if enabled:
@@ -136,8 +135,8 @@ def initialize(
             "master_weights": master_weights,
             "loss_scale": loss_scale,
         }
-        level = _override(level, options)
-        _check(all_models, all_optimizers, level)
+        level = override(level, options)
+        check(all_models, all_optimizers, level)
         stand_aside("calls apex's amp.initialize")
         if _amp is not None and _amp.level != level:
             reset()
@@ -196,88 +195,6 @@ def reset() -> None:
             amp.undo.pop()()
 
 
-# ---- what the arguments may be ---------------------------------------------------------------------------------------
-
-
-def _listed(given: Any, kind: type, name: str) -> list[Any]:
-    if given is None:
-        return []
-    if isinstance(given, kind):
-        return [given]
-    if isinstance(given, list) and all(isinstance(each, kind) for each in given):
-        return given
-    what = "a generator, which can be read only once" if isinstance(given, GeneratorType) else f"a {type(given).__name__}"
-    raise PrecisionError(
-        f"amp.initialize was given {what}, for {name}. Give one {kind.__name__}, or a list of them: list({name})."
-    )
-
-
-_USES = {
-    "cast_model_type": "casts no model",
-    "keep_batchnorm_fp32": "casts no model",
-    "master_weights": "keeps all weights in float32",
-}
-
-
-def _override(level: Level, options: dict[str, Any]) -> Level:
-    """The level with the properties the program gave. Raises PrecisionError for one it has no use for."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given:
-        if level.by_lists and name in _USES and not (name == "cast_model_type" and given[name] is torch.float32):
-            raise PrecisionError(
-                f"{name}={given[name]!r} does not make sense with {level.name}, which {_USES[name]}. Leave it out, or use O2."
-            )
-    if given.get("patch_torch_functions", level.by_lists) != level.by_lists:
-        raise PrecisionError(
-            f"patch_torch_functions={given['patch_torch_functions']} does not go with {level.name}: choosing the precision of each operation is what O1 "
-            "is, and what the others are not. Leave it out, or choose the level."
-        )
-    changes: dict[str, Any] = {}
-    if "cast_model_type" in given and not level.by_lists:
-        changes["half_weights"] = given["cast_model_type"] is not torch.float32
-    if "keep_batchnorm_fp32" in given:
-        changes["float32_norms"] = _read_bool(given["keep_batchnorm_fp32"])
-    if "master_weights" in given:
-        changes["masters"] = bool(given["master_weights"])
-    if "loss_scale" in given:
-        changes["loss_scale"] = _read_scale(given["loss_scale"])
-    return replace(level, **changes)
-
-
-def _read_bool(value: bool | str) -> bool:
-    if value in (True, False, "True", "False"):
-        return value in (True, "True")
-    raise PrecisionError(f"keep_batchnorm_fp32={value!r} is neither True nor False. As text, write 'True' or 'False'.")
-
-
-def _read_scale(value: float | str) -> float | str:
-    if value == DYNAMIC:
-        return DYNAMIC
-    try:
-        return float(value)
-    except ValueError:
-        raise PrecisionError(f"loss_scale={value!r} is no number. Give one, like 128.0, or 'dynamic'.") from None
-
-
-def _check(models: list[torch.nn.Module], optimizers: list[Optimizer], level: Level) -> None:
-    for model in models:
-        if isinstance(model, _PARALLEL):
-            raise PrecisionError(
-                f"The model is wrapped in {type(model).__name__} already. Call amp.initialize first and wrap what it gives back."
-            )
-        check_weights(model, level)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dtype in (torch.float16, torch.bfloat16):
-                raise PrecisionError(
-                    f"{name} of {type(model).__name__} is {str(tensor.dtype).removeprefix('torch.')} already. amp.initialize wants a float32 model at every "
-                    "level and casts what is to be cast itself: leave out .half()."
-                )
-    for optimizer in optimizers:
-        halves = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in (torch.float16, torch.bfloat16)]
-        if halves and level.masters:
-            raise PrecisionError(refuse_half(level.name, type(optimizer).__name__, str(halves[0].dtype).removeprefix("torch.")))
-
-
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +234,7 @@ def scale_loss(
         else:
             yield loss.float()
     known = _amp.stepping.optimizers()
-    for optimizer in _listed(optimizers, Optimizer, "optimizers"):
+    for optimizer in listed(optimizers, Optimizer, "optimizers"):
         check_connected(optimizer, leaves, known)
 
 

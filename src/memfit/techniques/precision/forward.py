@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 
-from memfit.core.errors import PrecisionError
 from memfit.core.precision import Level
 from memfit.engine.private import in_backward
-from memfit.techniques.precision.casting import Copies, cast, convert, swap_in_half
-from memfit.techniques.precision.leaves import find_flat
+from memfit.techniques.precision.casting import Copies, cast, swap_in_half
+from memfit.techniques.precision.weights import check_weights, turn_half
 
 Call = Callable[..., Any]  # (module, *args, **kwargs) -> what the module's forward pass returns
 
@@ -159,30 +158,3 @@ def _device_type_of(module: torch.nn.Module) -> str | None:
     """Of its first weight; None for a module without any."""
     first = next(module.parameters(), None)
     return first.device.type if first is not None else None
-
-
-def check_weights(module: torch.nn.Module, level: Level) -> None:
-    """Raise PrecisionError for weights a level cannot take: complex ones, and for half weights integers."""
-    for name, weight in module.named_parameters():
-        if weight.is_complex():
-            raise PrecisionError(
-                f"{level.name} cannot train {type(module).__name__}: its parameter {name} is complex ({weight.dtype}), and there is no half "
-                "precision of complex numbers for autocast or loss scaling. Use O0, or keep real and imaginary parts apart (torch.view_as_real)."
-            )
-        if level.half_weights and not weight.is_floating_point():
-            raise PrecisionError(
-                f"{level.name} casts weights to half, but the parameter {name} of {type(module).__name__} holds integers ({weight.dtype}), which "
-                "half precision would round. Make it a buffer if it is not trained, or use O1, which leaves weights as they are."
-            )
-
-
-def turn_half(module: torch.nn.Module, half: torch.dtype, level: Level) -> None:
-    """Cast the weights themselves, for a level without masters. Raises PrecisionError where they lie in a flat buffer."""
-    flat = find_flat(module)
-    if flat is not None:
-        raise PrecisionError(
-            f"{level.name} without master weights would give the parameter {flat} storage of its own in {half}, but it lies in a larger buffer, as flat "
-            "parameter buffers (contiguous_params) make them: an optimizer that holds the buffer would update what the model no longer reads. "
-            "Use O1 or O2, which leave the weights where they are, or leave the flat buffer out."
-        )
-    convert(module, half, level.float32_norms)
