@@ -9,8 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from memfit.core.errors import PrecisionError
 from memfit.core.precision import choose
 from memfit.runtime.precision import Precision
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class CountCasts(TorchDispatchMode):
@@ -80,10 +83,11 @@ def test_a_weight_written_between_two_forward_passes_is_cast_anew():
 
 def test_an_evaluation_without_gradients_keeps_no_cast_and_gives_float32():
     with o1():
-        model = nn.Linear(8, 8)
+        layer = nn.Linear(8, 8)
+        model = nn.Sequential(layer, layer)
         with torch.no_grad(), CountCasts(8, 8) as casts:
             outputs = [model(torch.ones(2, 8)) for _ in range(3)]
-        assert casts.count == 3  # each its own, freed at once
+        assert casts.count == 6  # one a use, freed at once; with the cache it would be one a call
         assert not torch.is_autocast_enabled("cpu")
     assert {each.dtype for each in outputs} == {torch.float32}
     assert torch.equal(outputs[0], outputs[0].bfloat16().float())  # computed in bfloat16
@@ -141,6 +145,10 @@ def test_o2_trains_attention_recurrence_ties_and_buffers_like_float32(half):
         torch.manual_seed(0)
         with context:
             model = Everything()
+            seen: dict[str, set[torch.dtype]] = {each: set() for each in ("attention", "lstm", "conv", "norm")}
+            for each, types in seen.items():
+                hook = lambda m, args, out, types=types: types.add((out[0] if isinstance(out, tuple) else out).dtype)  # noqa: E731
+                getattr(model, each).register_forward_hook(hook)
             optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
             losses[name] = []
             for step in range(20):
@@ -151,6 +159,7 @@ def test_o2_trains_attention_recurrence_ties_and_buffers_like_float32(half):
                 loss.backward()
                 optimizer.step()
                 losses[name].append(loss.item())
+            assert set().union(*seen.values()) == {HALVES[half] if name == "O2" else torch.float32}
             assert out["states"][0].dtype is torch.float32
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -291,3 +300,26 @@ def test_output_classes_of_transformers_keep_their_type_and_their_other_fields(l
     assert out["loss"] is out.loss
     assert evaluated.logits.dtype is evaluated["logits"].dtype is torch.float32
     assert model.bert.embeddings.word_embeddings.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_model_that_makes_float32_tensors_of_its_own_is_told_to_use_o1(level):
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x + torch.zeros(x.shape))
+
+    with Precision(choose(level, "bf16")):
+        model = Masked(4, 4)
+        with pytest.raises(
+            PrecisionError,
+            match=f"{level} runs the whole of Masked in half, but its forward pass makes float32 tensors.*Use O1",
+        ):
+            model(torch.ones(1, 4))
+    with o1():
+        assert Masked(4, 4)(torch.ones(1, 4)).dtype is torch.bfloat16
+
+
+def test_another_error_of_the_models_own_is_left_as_it_is():
+    with o2(), pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        nn.Linear(4, 4)(torch.ones(1, 5))
+    assert not isinstance(caught.value, PrecisionError)

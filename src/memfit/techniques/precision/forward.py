@@ -17,6 +17,7 @@ recomputes after its root was collected finds float32 weights.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,11 +25,13 @@ from typing import Any
 
 import torch
 
+from memfit.core.errors import PrecisionError
 from memfit.core.precision import Level
 from memfit.engine.private import in_backward
 from memfit.techniques.precision.casting import Copies, cast, swap_in_half
 from memfit.techniques.precision.weights import check_weights, turn_half
 
+_MIXED_TYPES = re.compile(r"dtype|same type|scalar type|Input type")
 Call = Callable[..., Any]  # (module, *args, **kwargs) -> what the module's forward pass returns
 
 
@@ -124,7 +127,7 @@ class Forwards:
         """Around a backward pass."""
         roots = list(self._versions)
         self.leave()
-        undo = [self._swap(root) for root in roots] if self._copies else []
+        undo = [self._swap(root, self._copies) for root in roots] if self._copies else []
         try:
             yield
         finally:
@@ -136,22 +139,28 @@ class Forwards:
 
     def _call_in_half(self, original: Call, module: torch.nn.Module, args: Any, kwargs: Any, half: torch.dtype) -> Any:
         args, kwargs = cast(args, half, ask_objects=True), cast(kwargs, half, ask_objects=True)
-        if not self.level.masters:
-            return cast(original(module, *args, **kwargs), self._output)
-        if torch.is_grad_enabled():
-            self._versions[module] = 0  # each weight's own version is looked at instead
-            undo = self._swap(module)
-        else:
-            undo = self._swap(module, {})
+        undo: Callable[[], None] = lambda: None  # noqa: E731
+        if self.level.masters:
+            if torch.is_grad_enabled():
+                self._versions[module] = 0  # each weight's own version is looked at instead
+            undo = self._swap(module, self._copies if torch.is_grad_enabled() else {})
         try:
             output = original(module, *args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, PrecisionError) or not _MIXED_TYPES.search(str(error)):
+                raise
+            raise PrecisionError(
+                f"{self.level.name} runs the whole of {type(module).__name__} in half, but its forward pass makes float32 tensors of its own, which do not go "
+                f"with half weights (PyTorch: {str(error).splitlines()[0]}). Use O1, which casts at each operation, or make such tensors in the weights' type, "
+                "with .to(next(self.parameters()).dtype)."
+            ) from error
         finally:
             undo()
         return cast(output, self._output)
 
-    def _swap(self, module: torch.nn.Module, copies: Copies | None = None) -> Callable[[], None]:
+    def _swap(self, module: torch.nn.Module, copies: Copies) -> Callable[[], None]:
         half = self.half_on(_device_type_of(module) or "cpu")
-        return swap_in_half(module, half, self.level.float32_norms, self._copies if copies is None else copies)
+        return swap_in_half(module, half, self.level.float32_norms, copies)
 
 
 def _device_type_of(module: torch.nn.Module) -> str | None:
