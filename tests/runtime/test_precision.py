@@ -9,6 +9,7 @@ from memfit import api
 from memfit.core.errors import PrecisionError
 from memfit.core.precision import choose
 from memfit.core.replay import replay
+from memfit.runtime.session import Session
 from runtime.conftest import live_bytes
 
 HALVES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -376,3 +377,20 @@ def test_the_levels_without_lists_compose_with_a_budget_bit_for_bit(scripts, lev
     assert out == wanted
     assert ran.result.peak_bytes <= budget
     assert ran.result.certificate.verdict == "equal"
+
+
+def test_a_step_left_out_makes_the_next_forward_pass_the_steps_first_again():
+    """A plan names places by section, and sections count backward passes since the last step: the second would be unplanned."""
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Session(None, None, model=net, optimizer=optimizer) as session:
+        sections = []
+        for left_out in (False, True, False):
+            net(torch.ones(2, 4)).sum().backward()
+            sections.append(session._tape.section)
+            if left_out:
+                session.leave_out_step()
+        optimizer.step()
+    assert sections == [0, 1, 0]
+    assert len(session.traces) == 1
+    assert {call.place.partition("|")[0] for call in session.traces[0].calls} == {"0"}  # what was left out is not in it

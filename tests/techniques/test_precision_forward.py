@@ -161,6 +161,7 @@ def test_o2_trains_attention_recurrence_ties_and_buffers_like_float32(half):
                 losses[name].append(loss.item())
             assert set().union(*seen.values()) == {HALVES[half] if name == "O2" else torch.float32}
             assert out["states"][0].dtype is torch.float32
+            assert model.lstm._flat_weights[0] is model.lstm.weight_ih_l0  # else it would hold a half copy until the next step
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
             assert model.level.dtype is torch.float32

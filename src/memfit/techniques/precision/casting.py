@@ -80,7 +80,7 @@ def _swap_weight(module: torch.nn.Module, name: str, weight: torch.nn.Parameter,
 
 def _place(module: torch.nn.Module, name: str, weight: Any) -> None:
     module._parameters[name] = weight
-    if isinstance(module, torch.nn.RNNBase) and name in module._flat_weights_names:  # it reads its weights from a list
+    if isinstance(module, torch.nn.RNNBase) and name in module._flat_weights_names:  # it keeps a list of them
         module._flat_weights[module._flat_weights_names.index(name)] = weight
 
 
