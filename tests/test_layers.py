@@ -39,7 +39,7 @@ LAYERS = {
     "diagnosis": layer("core engine measurement", "libcst torch"),  # the growth watch runs with the program
     "report": layer("core", "rich jinja2"),
     "runtime": layer("core measurement engine techniques", "torch"),
-    "integrations": layer("api runtime", foreign_in_functions=True),
+    "integrations": layer("api core runtime techniques", "torch", foreign_in_functions=True),
     "api": layer(EVERYTHING, EVERYTHING),
     "cli": layer(EVERYTHING, EVERYTHING),
     "__main__": layer("cli"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
 from memfit.core.finding import Finding
-from memfit.core.plan import BITWISE, EXACTNESS, Plan
+from memfit.core.plan import APPROXIMATE, BITWISE, EXACTNESS, Plan
+from memfit.core.precision import Choice
 from memfit.core.sizes import format_size, parse_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.core.verify import check_verify
@@ -114,11 +117,14 @@ def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None)
     return planner.plan(trace, budget_bytes, margin_bytes=slack_bytes(budget_bytes), progress=on_progress)
 
 
-def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
-    """The Trace of a script's second training step; the script is stopped there. Raises TraceError if it never trains."""
+def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> Trace:
+    """The Trace of a script's second training step, in this precision; the script is stopped there. Raises TraceError if it never trains."""
+    from memfit.integrations import apex
+    from memfit.runtime.precision import Precision
     from memfit.runtime.script import trace_script
 
-    return trace_script(path, args, on_progress)
+    with apex.standing_in(), Precision(precision) if precision is not None else nullcontext():
+        return trace_script(path, args, on_progress)
 
 
 def find_measured(path: str, args: list[str]) -> list[Finding]:
@@ -149,17 +155,62 @@ def run_script(
     plan: Plan | None = None,
     verify: str = "3",
     release: bool = True,
+    precision: Choice | None = None,
     on_progress: OnProgress | None = None,
 ) -> ScriptRun:
     """Run a script as `python path args…` would, its training held to the budget.
 
     release: let go of the script's names where it has read them for the last time, as a `del` there would (techniques.release).
+    precision: the opt level to train in (core.precision.choose), which is `allow`ed by asking for it; on CPU the budget may then be left out: all
+    of the machine's memory.
+
     Raises as `fit` does for what is wrong before the script begins; all that comes later is in the ScriptRun.
     """
+    from memfit.integrations import apex
+
+    source = ""
+    if precision is not None:
+        allow = APPROXIMATE
+        if budget is None and not _has_cuda():
+            budget, source = (
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+                "this machine's memory",
+            )
+    session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
+    with apex.standing_in() as messages:
+        ran, label = _run_in(precision, path, args, session, allow, release, messages)
+    result = replace(ran.result, precision=label, messages=(*messages, *ran.result.messages))
+    return replace(ran, result=replace(result, budget_source=source) if source else result)
+
+
+def _run_in(
+    precision: Choice | None, path: str, args: list[str], session: Session, allow: str, release: bool, messages: list[str]
+) -> tuple[ScriptRun, str]:
+    """Run the script in this precision; what it really trained in comes back too, and what there is to say is added to the messages."""
     from memfit.runtime.script import run_script
 
-    session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
-    return run_script(path, args, session, allow, release=release)
+    if precision is None:
+        return run_script(path, args, session, allow, release=release), ""
+
+    from memfit.diagnosis.precision import find_copies
+    from memfit.runtime.precision import Precision
+
+    with Precision(precision, on_held_back=session.leave_out_step) as applied:
+        ran = run_script(path, args, session, allow, release=release)
+    messages += applied.messages()
+    if session.traces and applied.label and precision.level.by_lists:
+        copies = find_copies(session.traces[-1])
+        messages.append(
+            f"autocast keeps {format_size(copies.weight_bytes)} of half copies of weights and {format_size(copies.input_bytes)} of float32 inputs for "
+            "backward; parameters, gradients and optimizer state stay float32 (memfit trace --precision compares with float32)."
+        )
+    return ran, applied.label
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def watch_growth(items: Iterable[T] = (), *, budget: str | int | None = None, max_steps: int | None = None) -> GrowthWatch[T]:

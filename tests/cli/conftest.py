@@ -26,8 +26,10 @@ class FakeApi:
         self.traced: object = TRACE
         self.planned: object = PLAN
 
-    def run_script(self, path, args, *, budget, allow, plan, verify, release, on_progress):
-        self.calls.append((path, args, {"budget": budget, "allow": allow, "plan": plan, "verify": verify}))
+    def run_script(self, path, args, *, budget, allow, plan, verify, release, precision, on_progress):
+        self.calls.append(
+            (path, args, {"budget": budget, "allow": allow, "plan": plan, "verify": verify, "precision": precision})
+        )
         on_progress("measuring step 1", 0, None)
         return self._answer(self.ran)
 

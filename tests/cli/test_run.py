@@ -13,7 +13,7 @@ from memfit.cli.script import show_exception
 from memfit.core.errors import BudgetError, MemfitError
 from memfit.core.result import Result
 
-DEFAULTS = {"budget": None, "allow": "bitwise", "plan": None, "verify": "3"}
+DEFAULTS = {"budget": None, "allow": "bitwise", "plan": None, "verify": "3", "precision": None}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_options_before_the_script_are_memfits(memfit, api, tmp_path):
     PLAN.save(tmp_path / "plan.json")
     options = ["--budget", "3 GiB", "--allow", "reordered", "--plan", "plan.json", "--verify", "always", "-v"]
     memfit("run", *options, "train.py", "--budget", "4")
-    wanted = {"budget": 3 * 1024**3, "allow": "reordered", "plan": PLAN, "verify": "always"}
+    wanted = {"budget": 3 * 1024**3, "allow": "reordered", "plan": PLAN, "verify": "always", "precision": None}
     assert api.calls == [("train.py", ["--budget", "4"], wanted)]
 
 

@@ -70,6 +70,7 @@ def test_a_view_keeps_its_base_and_a_linear_of_three_dimensions_gives_a_view():
     assert private.base_of(out).shape == (20, 3)
     assert private.num_holders(out.untyped_storage()) == 2
 
+
 def test_backward_number_is_another_one_in_each_backward_pass() -> None:
     numbers = []
     x = torch.ones(2, requires_grad=True)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from memfit.cli.errors import INTERRUPT, USAGE, check_output, say_error, speak_errors, writing
+from memfit.cli.precision import read_precision
 from memfit.cli.script import check_script, show_exception
 from memfit.core.errors import MemfitError, PlanError, UnsupportedError
 from memfit.core.plan import APPROXIMATE, BITWISE, REORDERED, Plan
@@ -38,6 +39,11 @@ def run(
         typer.Option(metavar="SIZE", help="Bytes the whole step may take, like 3GiB. Default: the card's free bytes."),
     ] = None,
     allow: Annotated[Exactness, typer.Option(help="How far results may differ from plain PyTorch.")] = Exactness.bitwise,
+    precision: Annotated[
+        str | None,
+        typer.Option(metavar="O0|O1|O2|O3", help="Train in lower precision; results differ (memfit explain precision)."),
+    ] = None,
+    half: Annotated[str | None, typer.Option(metavar="bf16|fp16", help="For --precision. Default: as torch.autocast.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this plan instead of measuring first.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the result as JSON.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the report as text, or as HTML for *.html.")] = None,
@@ -58,6 +64,7 @@ def run(
         budget_bytes = None if budget is None else parse_size(budget)
         check_verify(verify, "--verify ")
         check_script(script)
+        level = read_precision(precision, half)
         json, report = check_output(json, "--json"), check_output(report, "--report")
         chosen = None if plan is None else Plan.load(plan)
         path = os.path.abspath(script)  # for the traceback: the script may change directory
@@ -73,6 +80,7 @@ def run(
                 plan=chosen,
                 verify=verify,
                 release=release,
+                precision=level,
                 on_progress=on_progress if verbose or console.is_terminal else _say_nothing,
             )
         if ran.result is not None:

@@ -11,11 +11,13 @@ from typing import Annotated
 import typer
 
 from memfit.cli.errors import check_output, speak_errors, writing
+from memfit.cli.precision import read_precision
 from memfit.cli.script import check_script, show_exception
 from memfit.core.errors import MemfitError
 from memfit.core.replay import replay
 from memfit.diagnosis.collecting import find_idle_collections
 from memfit.diagnosis.dead import find_dead, peak_without_dead
+from memfit.diagnosis.precision import compare, describe
 from memfit.report import draw_dead, draw_trace, follow_progress, open_console
 
 _NAMES = ("-o", "--output")
@@ -25,11 +27,16 @@ def trace(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script that trains.")],
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT", help="Where the trace goes.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(metavar="O1|O2|O3", help="Measure in lower precision, beside float32, and say what that changes."),
+    ] = None,
+    half: Annotated[str | None, typer.Option(metavar="bf16|fp16", help="For --precision. Default: as torch.autocast.")] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks of errors.")] = False,
 ) -> None:
     """Measure two steps of SCRIPT, change nothing.
 
-    Says where the peak is and who holds it, and writes the trace.
+    Says where the peak is and who holds it, and writes the trace. With --precision SCRIPT runs twice.
 
     Options stand before SCRIPT. One may also end the line: `memfit trace train.py --epochs 3 -o trace.json`. If SCRIPT
     has an -o of its own, write memfit's before SCRIPT: then everything after SCRIPT belongs to it.
@@ -40,6 +47,7 @@ def trace(
         if output is None:
             script_args, output = split_output(script_args)
         check_script(script)
+        level = read_precision(precision, half)
         output = check_output(output, "-o")
         shown = "" if output is None else quote(os.path.relpath(output))
         path = os.path.abspath(script)  # for the traceback: the script may change directory
@@ -49,11 +57,17 @@ def trace(
         try:
             with follow_progress(console, live=False) as on_progress:
                 taken = api.trace_script(script, script_args, on_progress)
+                lower = None if level is None else api.trace_script(script, script_args, on_progress, level)
         except MemfitError:
             raise
         except Exception as error:
             show_exception(error, path)
             raise typer.Exit(1) from None
+        if lower is not None and level is not None:
+            lines = describe(compare(taken, lower), level.level.name)
+            taken = lower
+            console.print("\n".join(lines), highlight=False)
+            console.print()
         console.print(draw_trace(taken))
         if findings := find_dead(taken):
             console.print()

@@ -32,3 +32,7 @@ class CertificateError(MemfitError):
 
 class UnsupportedError(MemfitError):
     """The program does something memfit refuses to touch rather than get wrong."""
+
+
+class PrecisionError(MemfitError, RuntimeError):
+    """Lower precision was asked for where it cannot be had, or was lost on the way. A RuntimeError too, as apex's own were."""

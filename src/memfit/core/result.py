@@ -77,6 +77,7 @@ class Result:
     budget_bytes: the budget the run was held to, None where it was only measured; budget_source:
         'given', or how it was found ('free on the card less ...').
     allow: the exactness the user allowed (core.plan.EXACTNESS).
+    precision: the opt level the run trained in and its half precision ('O1 bfloat16'), or ''. "Plain" means in this precision then.
     eager_peak_bytes: peak of the step as plain eager would have run it, reconstructed from the trace.
     predicted_peak_bytes, predicted_step_seconds: the plan's, for the steps it ran.
     peak_bytes: the highest peak of the measured steps, the first among them; `peak_source` says how it was read,
@@ -125,6 +126,7 @@ class Result:
     program: str = ""
     device: str = "cpu"
     allow: str = BITWISE
+    precision: str = ""
     budget_source: str = "given"
     versions: dict[str, str] = field(default_factory=dict)
 

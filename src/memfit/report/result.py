@@ -82,7 +82,10 @@ def _headline(result: Result) -> Text:
         over = format_size(result.peak_bytes - (result.budget_bytes or 0))
         return line.append(f"{program} went {over} over the budget of {budget}", style=BAD)
     if not result.installed:
-        how = "with dead variables let go" if result.let_go else "as it is; nothing was changed"
+        if result.precision:
+            how = f"in {result.precision}; nothing more was changed"
+        else:
+            how = "with dead variables let go" if result.let_go else "as it is; nothing was changed"
         return line.append(f"{program} fits into {budget} {how}", style=GOOD)
     line.append(f"{program} stayed within {budget}", style=GOOD)
     if result.num_measured_steps < result.num_steps:  # claim no more than was read
@@ -199,7 +202,8 @@ def _steps(result: Result) -> str:
     if result.num_planned_steps:
         parts.append(f"{result.num_planned_steps} under the plan")
     text += f": {', '.join(parts)}" if parts else ""
-    return f"{text}; {result.device}, {result.allow}" + "".join(
+    precision = f", {result.precision}" if result.precision else ""
+    return f"{text}; {result.device}, {result.allow}{precision}" + "".join(
         f", {name} {result.versions[name]}" for name in ("torch", "memfit") if name in result.versions
     )
 

@@ -324,6 +324,19 @@ class Session:
         self._step_start = time.perf_counter()
         self._restored_before = self._tape.counts.restore_seconds
 
+    def leave_out_step(self) -> None:
+        """The program left out its optimizer's step (gradients overflowed): what comes next is this training step from its beginning."""
+        if self._is_over or self._is_dead:
+            return
+        was_measured = self._recorder is not None
+        self._note_peak(self._num_steps + 1)
+        self._stop_recorder()
+        if self._is_installed:
+            self._tape.end_step()
+        if was_measured:
+            self._begin_measured_step()
+        self._step_start = time.perf_counter()
+
     def _count_verified(self) -> None:
         if self._tape.verify:
             self._num_verified += 1

@@ -1,0 +1,85 @@
+"""A finding (MF611): a forward pass without gradients that fills autocast's cache of cast weights.
+
+`torch.autocast` keeps the half copy of every float32 weight it has cast until its region ends, so that a weight used twice is cast once. Where no
+backward follows, the copies are held for nothing: half the bytes of all weights used, on top of the evaluation. Measured, not guessed: the first such
+call of a module runs under a dispatch mode that sees the casts. Source: pytorch/pytorch 48049.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.core.finding import Finding
+from memfit.core.sizes import format_size
+
+CODE = "MF611"
+_SKIPPED = ("/torch/", "/memfit/")
+
+
+class _Casts(TorchDispatchMode):
+    """Adds up what is cast of leaves that require gradients: what autocast caches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            source = args[0]
+            if source.dtype is torch.float32 and source.requires_grad and source.is_leaf and result.itemsize == 2:
+                self.num_bytes += result.nbytes
+        return result
+
+
+class CacheWatch:
+    """Runs module calls, and looks at each module's first one that could fill the cache for nothing."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._is_counting = False
+
+    def call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """What the module's call gives."""
+        is_of_interest = not torch.is_grad_enabled() and torch.is_autocast_cache_enabled() and not self._is_counting
+        if not is_of_interest or module in self._seen or not _is_autocast_on(module):
+            return original(module, *args, **kwargs)
+        self._seen.add(module)
+        self._is_counting = True
+        try:
+            with _Casts() as casts:
+                return original(module, *args, **kwargs)
+        finally:
+            self._is_counting = False
+            if casts.num_bytes:
+                self.findings.append(_finding(module, casts.num_bytes))
+
+
+def _is_autocast_on(module: torch.nn.Module) -> bool:
+    first = next(module.parameters(), None)
+    return first is not None and torch.is_autocast_enabled(first.device.type)
+
+
+def _finding(module: torch.nn.Module, num_bytes: int) -> Finding:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and any(part in frame.f_code.co_filename for part in _SKIPPED):
+        frame = frame.f_back
+    return Finding(
+        path=frame.f_code.co_filename if frame is not None else "",
+        line=frame.f_lineno if frame is not None else 0,
+        column=1,
+        code=CODE,
+        message=f"A forward pass of {type(module).__name__} without gradients leaves {format_size(num_bytes)} of cast weights in autocast's cache until the "
+        "region ends, for no backward.",
+        remedy="Give the evaluation a region of its own with cache_enabled=False.",
+        num_bytes=num_bytes,
+        measured=True,
+    )

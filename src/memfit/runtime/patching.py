@@ -1,0 +1,30 @@
+"""Replacing an attribute of a class or module for a while, so that it can be taken back in any order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def patch(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Put `wrap(original)` in the place of `owner.name`; hand back the function that takes it off.
+
+    If somebody has wrapped it again meanwhile, ours stays under theirs and from then on only calls the original.
+    """
+    original = owner.__dict__[name]
+    wrapped = wrap(original)
+    is_on = True
+
+    @functools.wraps(original)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return wrapped(*args, **kwargs) if is_on else original(*args, **kwargs)
+
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if owner.__dict__.get(name) is ours:
+            setattr(owner, name, original)
+
+    setattr(owner, name, ours)
+    return undo
