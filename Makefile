@@ -28,14 +28,15 @@ $(STAMP): requirements-dev.txt pyproject.toml
 demo: $(STAMP) ## train BERT question answering in half the memory, on CPU
 	$(BIN)/memfit run --budget $(DEMO_BUDGET) examples/bert_qa.py
 
+# Two processes of one thread each: the suite is many small models.
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 check: $(STAMP) ## format, lint, types, tests: what a change must pass
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(MAKE) test
 
 format: $(STAMP) ## format the code and mend what the linter can
 	$(BIN)/ruff format .
