@@ -23,3 +23,10 @@ def test_positions_are_told_apart_by_what_happens_to_them() -> None:
     frame = policy.frame(0, "net", 0)
     assert frame is not None
     assert (frame[1].evict, frame[1].keep, frame[1].pin) == ({"out0"}, {"in0"}, {"in1"})
+
+
+def test_an_invocation_in_which_nothing_is_planned_does_not_go_by_the_one_before() -> None:
+    policy = Policy(["0|net#0/1:exp"], [], [], [], untouched=["0|net#1"])
+    assert policy.frame(0, "net", 0) is not None
+    assert policy.frame(0, "net", 1) is None
+    assert policy.frame(0, "net", 2) is None  # one more goes by the last that is known

@@ -35,7 +35,7 @@ def _value(value: Any, hint: Any, name: str) -> Any:
             raise ValueError(f"{name} is {value!r:.50}, not a list")
         return tuple(_value(each, get_args(hint)[0], name) for each in value)
     if hint is int:
-        is_right = type(value) is int and -1 <= value <= LARGEST
+        is_right = type(value) is int and (-LARGEST if name in _MAY_BE_NEGATIVE else -1) <= value <= LARGEST
     elif hint is float:
         is_right = type(value) in (int, float) and abs(value) <= LARGEST and not math.isnan(value)
     else:
@@ -45,4 +45,5 @@ def _value(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
+_MAY_BE_NEGATIVE = frozenset(["saved_bytes"])  # a move may pin more than it evicts
 _WORDS = {int: "a whole number in range", float: "a finite number", bool: "true or false", str: "text", dict: "an object"}

@@ -49,6 +49,7 @@ class Plan:
     eager_peak_bytes: peak of the step as the program has it. predicted_peak_bytes: with the moves.
     floor_bytes: the smallest budget the planner can serve. extra_seconds: predicted cost a step;
     lower_bound_seconds: no plan in the planner's search space costs less. eager_seconds: the step as the program has it.
+    untouched: invocations ('section|module path#invocation') of modules with planned calls in which nothing is planned.
     peak_phase: phase of the eager peak. signature: which program this is for (see Trace.meta['signature']).
     """
 
@@ -65,6 +66,7 @@ class Plan:
     solver: str = ""
     signature: str = ""
     notes: tuple[str, ...] = ()
+    untouched: tuple[str, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
@@ -86,6 +88,9 @@ class Plan:
             ):
                 if not PLACE.fullmatch(place):
                     raise ValueError(f"{place!r:.80} is no place of a call")
+            for name in plan.untouched:
+                if not PLACE.fullmatch(f"{name}/0:"):
+                    raise ValueError(f"{name!r:.80} is no invocation of a module")
             return replace(plan, moves=moves)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"{path} is a damaged plan: {error} while reading it. {remedy}") from error

@@ -26,14 +26,22 @@ Frame = dict[int, CallPolicy]  # by ordinal within the module invocation
 
 
 class Policy:
-    """Frames by (section, module path, invocation). Beyond the last planned section or invocation, the last one's holds: a forward
-    pass more than was planned for (one that no backward follows, say) must not leave the rest of the step without a plan."""
+    """Frames by (section, module path, invocation). Beyond the last section or invocation the plan knows of, the last one's holds: a
+    forward pass more than was planned for (one that no backward follows, say) must not leave the rest of the step without a plan."""
 
-    def __init__(self, replayed: Iterable[str], evict: Iterable[str], keep: Iterable[str], pin: Iterable[str]) -> None:
-        """Places of the calls to record, keys ('place|position') of the cells to evict, to keep and to pin."""
+    def __init__(
+        self,
+        replayed: Iterable[str],
+        evict: Iterable[str],
+        keep: Iterable[str],
+        pin: Iterable[str],
+        untouched: Iterable[str] = (),
+    ) -> None:
+        """Places of the calls to record, keys ('place|position') of the cells to evict, to keep and to pin; invocations
+        ('section|path#invocation') of these modules in which nothing is planned."""
         evicted, kept, pinned = _by_place(evict), _by_place(keep), _by_place(pin)
         self._frames: dict[tuple[int, str, int], Frame] = {}
-        self._last: dict[tuple[int, str], int] = {}  # the last planned invocation
+        self._last: dict[tuple[int, str], int] = {}  # the last invocation the plan knows of
         self.num_sections = 0
         self.num_cells = sum(map(len, evicted.values()))
         for place in {*replayed, *evicted, *kept, *pinned}:
@@ -44,6 +52,10 @@ class Policy:
             frame = self._frames.setdefault((int(section), path, int(invocation)), {})
             self._last[int(section), path] = max(self._last.get((int(section), path), 0), int(invocation))
             frame[int(ordinal)] = CallPolicy(function, *(frozenset(each.get(place, ())) for each in (evicted, kept, pinned)))
+        for name in untouched:
+            module, _, number = name.rpartition("#")
+            section, _, path = module.partition("|")
+            self._last[int(section), path] = max(self._last.get((int(section), path), 0), int(number))
 
     def frame(self, section: int, path: str, invocation: int) -> Frame | None:
         """The planned calls of one module invocation, or None."""

@@ -14,7 +14,7 @@ from memfit.core.trace import Trace
 from memfit.planner.bound import lower_bound_seconds
 from memfit.planner.exhaustive import solve_exhaustively
 from memfit.planner.frontier import pareto, pick
-from memfit.planner.moves import moves_of
+from memfit.planner.moves import find_untouched, moves_of
 from memfit.planner.problem import Choice, OnProgress, Problem
 from memfit.planner.sweep import find_low_choices, solve_sweep
 
@@ -76,12 +76,13 @@ def plan(
         raise _too_small(trace, frontier, budget_bytes, margin_bytes)
     result = problem.replayer.run(choice.evict, choice.pin)
     assert result.peak_bytes == choice.peak_bytes
+    moves = moves_of(trace, result, choice.evict, choice.pin)
     return Plan(
         budget_bytes=budget_bytes,
         eager_peak_bytes=problem.eager.peak_bytes,
         predicted_peak_bytes=result.peak_bytes,
         floor_bytes=frontier.floor_bytes + margin_bytes,
-        moves=moves_of(trace, result, choice.evict, choice.pin),
+        moves=moves,
         extra_seconds=result.extra_seconds,
         lower_bound_seconds=min(lower_bound_seconds(problem, room_bytes), result.extra_seconds),
         eager_seconds=trace.step_seconds,
@@ -90,6 +91,7 @@ def plan(
         solver=frontier.solver,
         signature=str(trace.meta.get("signature", "")),
         notes=_notes(trace, problem, result, frontier),
+        untouched=find_untouched(trace, moves),
     )
 
 

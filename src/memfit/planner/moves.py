@@ -53,6 +53,15 @@ def moves_of(trace: Trace, result: Replay, evict: frozenset[int], pin: frozenset
     )
 
 
+def find_untouched(trace: Trace, moves: tuple[Move, ...]) -> tuple[str, ...]:
+    """Invocations ('section|path#invocation') of modules with planned calls in which nothing is planned."""
+    keys = {key.rpartition("|")[0] for move in moves for key in move.evict + move.pin + move.keep}
+    planned = {place.rpartition("/")[0] for place in keys.union(*(move.calls for move in moves))}
+    modules = {name.rpartition("#")[0] for name in planned}
+    seen = dict.fromkeys(call.place.rpartition("/")[0] for call in trace.calls)
+    return tuple(name for name in seen if name not in planned and name.rpartition("#")[0] in modules)
+
+
 def _places(modules: list[str]) -> list[str]:
     """For each module path the block to tell it under: 'encoder.layer.3' for 'encoder.layer.3.attention.dropout'.
 

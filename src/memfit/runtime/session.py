@@ -541,7 +541,7 @@ class Session:
         self.plan = plan
         self._watch.is_learning = False
         self._ever_installed = self._ever_installed or bool(plan.moves)
-        recompute.apply(self._tape, plan.moves)
+        recompute.apply(self._tape, plan.moves, plan.untouched)
         self._tape.verify = bool(plan.moves) and self._verify != "off"
 
     # ---- what is there anyway ----------------------------------------------------------------------------------------

@@ -16,8 +16,11 @@ name = "recompute"
 exactness = BITWISE
 
 
-def apply(tape: Tape, moves: Iterable[Move]) -> Callable[[], None]:
-    """Let the tape evict what the moves say from its next step on; hand back the function that takes it back."""
+def apply(tape: Tape, moves: Iterable[Move], untouched: Iterable[str] = ()) -> Callable[[], None]:
+    """Let the tape evict what the moves say from its next step on; hand back the function that takes it back.
+
+    untouched: Plan.untouched.
+    """
     mine = [move for move in moves if move.technique == name]
     before = tape.policy
     tape.policy = Policy(
@@ -25,6 +28,7 @@ def apply(tape: Tape, moves: Iterable[Move]) -> Callable[[], None]:
         evict=(key for move in mine for key in move.evict),
         keep=(key for move in mine for key in move.keep),
         pin=(key for move in mine for key in move.pin),
+        untouched=untouched,
     ) if mine else None  # fmt: skip
     tape.restart_section()
 
