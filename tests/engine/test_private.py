@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.engine import private
 from memfit.engine.tape import Tape
@@ -69,6 +70,21 @@ def test_a_view_keeps_its_base_and_a_linear_of_three_dimensions_gives_a_view():
     out = torch.nn.Linear(2, 3)(torch.ones(4, 5, 2))
     assert private.base_of(out).shape == (20, 3)
     assert private.num_holders(out.untyped_storage()) == 2
+
+
+def test_the_innermost_dispatch_mode_is_told_and_taken_off() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    assert private.top_dispatch_mode() is None
+    outer = Mode()
+    with outer:
+        Mode().__enter__()
+        assert private.top_dispatch_mode() is not outer
+        private.pop_dispatch_mode()
+        assert private.top_dispatch_mode() is outer
+    assert private.top_dispatch_mode() is None
 
 
 def test_backward_number_is_another_one_in_each_backward_pass() -> None:

@@ -60,10 +60,15 @@ def is_on_top(mode: torch.overrides.TorchFunctionMode, pack_hook: Callable[..., 
     return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode and top is not None and top[0] == pack_hook
 
 
-def is_top_dispatch_mode(mode: Any) -> bool:
-    """Whether the dispatch mode is the innermost one."""
+def top_dispatch_mode() -> Any:
+    """The innermost dispatch mode, or None."""
     depth = torch._C._len_torch_dispatch_stack()
-    return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
+    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
+
+
+def pop_dispatch_mode() -> None:
+    """Take the innermost dispatch mode off without a word to it."""
+    torch._C._pop_torch_dispatch_stack(None)
 
 
 def stacks() -> tuple[int, Any, int]:

@@ -24,7 +24,7 @@ from memfit.core.liveness import DeadName
 from memfit.engine import packing
 from memfit.engine.cell import Call, Cell, Handle, PackedCell, StorageRef
 from memfit.engine.need import tensors_in
-from memfit.engine.private import in_backward, is_top_dispatch_mode, is_transformed, num_holders
+from memfit.engine.private import in_backward, is_transformed, num_holders, pop_dispatch_mode, top_dispatch_mode
 from memfit.engine.tape import user_line
 from memfit.measurement.backends import Backend
 from memfit.measurement.collecting import CollectionWatch
@@ -113,6 +113,20 @@ class Recorder(TorchDispatchMode):
         self._start_seconds = 0.0
         self._num_operations = 0
         self._is_on = False
+        self._has_left = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it watches."""
+        return self._is_on
+
+    def leave(self) -> None:
+        """Take this mode, the innermost one, off."""
+        if self._has_left:
+            pop_dispatch_mode()
+        else:
+            self._has_left = True
+            self.__exit__(None, None, None)
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -127,6 +141,7 @@ class Recorder(TorchDispatchMode):
         self._known = {}  # or it would keep last step's gradients alive
         for tensor in _tensors_alive():
             self._file_known(tensor, "input")
+        take_off_stopped()
         self._is_on = True
         self._set_phase("forward")
         self._start_seconds = time.perf_counter()
@@ -135,12 +150,11 @@ class Recorder(TorchDispatchMode):
         self.__enter__()
 
     def stop(self) -> None:
-        """Stop watching; idempotent. A mode of the program's that lies on top stays: then ours stays under it and does nothing."""
+        """Stop watching; idempotent. Under a mode of the program's ours stays where it is and does nothing."""
         if self._is_on:
-            self._is_on = False
             self._collections.stop()
-            if is_top_dispatch_mode(self):
-                self.__exit__(None, None, None)
+        self._is_on = False
+        take_off_stopped()
 
     def trace_so_far(
         self, meta: dict[str, Any], new_state: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]
@@ -520,6 +534,13 @@ class Recorder(TorchDispatchMode):
         self._handle_storage.pop(index).handles.discard(index)
         if self._is_on:
             self._events.append((core.DROP, index))
+
+
+def take_off_stopped() -> None:
+    """Take stopped recorders off that are the innermost modes now. One stopped inside backward comes back when the pass is over: the
+    engine restores the modes with which it began."""
+    while isinstance(mode := top_dispatch_mode(), Recorder) and not mode.is_on:
+        mode.leave()
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from memfit.core.breakdown import bytes_by
 from memfit.core.errors import BudgetError, PlanError
 from memfit.core.plan import Plan
 from memfit.core.replay import Replay
-from memfit.core.sizes import format_size
+from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.planner.bound import lower_bound_seconds
 from memfit.planner.exhaustive import solve_exhaustively
@@ -81,7 +81,7 @@ def plan(
         budget_bytes=budget_bytes,
         eager_peak_bytes=problem.eager.peak_bytes,
         predicted_peak_bytes=result.peak_bytes,
-        floor_bytes=frontier.floor_bytes + margin_bytes,
+        floor_bytes=_with_margin(frontier.floor_bytes, margin_bytes),
         moves=moves,
         extra_seconds=result.extra_seconds,
         lower_bound_seconds=min(lower_bound_seconds(problem, room_bytes), result.extra_seconds),
@@ -128,10 +128,15 @@ def _notes(trace: Trace, problem: Problem, result: Replay, frontier: Frontier) -
     return tuple(notes)
 
 
+def _with_margin(peak_bytes: int, margin_bytes: int) -> int:
+    """The budget for a peak; the margin may have been a share of a smaller budget (core.sizes.slack_bytes)."""
+    return peak_bytes + (max(margin_bytes, slack_bytes(1001 * peak_bytes // 1000 + 1)) if margin_bytes else 0)
+
+
 def _too_small(trace: Trace, frontier: Frontier, budget_bytes: int, margin_bytes: int) -> BudgetError:
     floor = frontier.choices[0]
     result = frontier.problem.replayer.run(floor.evict, floor.pin)
-    needed_bytes = floor.peak_bytes + margin_bytes
+    needed_bytes = _with_margin(floor.peak_bytes, margin_bytes)
     kinds = {kind: size for kind, size in bytes_by(trace, result, "kind").items() if size}
     held = ", ".join(f"{kind} {format_size(size)}" for kind, size in list(kinds.items())[:5])
     lasting = [storage for storage in trace.storages if storage.persistent]

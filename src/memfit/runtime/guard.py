@@ -20,7 +20,7 @@ from memfit.measurement.recorder import Recorder
 
 _OPERATIONS_IN_RESERVE = 2  # what backward needs to get going, in the largest operation seen
 _SEGMENTS_IN_ROOM = 3  # a restored segment may take a third of the room; frontiers and gradients share the rest
-_SMALLEST, _LARGEST = 0.5, 1.5  # segments, in parts of that third
+_SMALLEST, _LARGEST = 0.5, 1.0  # segments, in parts of that third
 _DEAD = 1 << 60  # "bytes" of a frontier that is gone already
 
 

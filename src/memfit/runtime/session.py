@@ -38,7 +38,7 @@ from memfit.core.trace import Trace
 from memfit.engine.private import is_on_top, stacks
 from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
-from memfit.measurement.recorder import Recorder
+from memfit.measurement.recorder import Recorder, take_off_stopped
 from memfit.runtime.guard import Guard
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.runtime.watch import SizeWatch
@@ -182,6 +182,7 @@ class Session:
         self._is_over = True
         self._watch.leave()
         self._stop_recorder()
+        take_off_stopped()
         while self._undo:
             self._undo.pop()()
         self._uninstall()
