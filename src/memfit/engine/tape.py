@@ -555,6 +555,8 @@ class Tape(TorchFunctionMode):
             for cell in cells:
                 cell.call = None
             call.outputs.clear()
+            if entry is not None and "mut0" in entry.pin and (written := self._cell_if_known(values[0])) is not None:
+                self.pin(written)  # content from outside, overwritten: what the plan keeps is the result
             return cells
         self._split(call, values, cells, saved)
         for cell in cells:
