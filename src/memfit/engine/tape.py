@@ -38,7 +38,7 @@ from memfit.engine.fingerprint import fingerprint
 from memfit.engine.need import add_need, drop_need, let_go, materialise, tensors_in
 from memfit.engine.packing import draw, pack, unpack
 from memfit.engine.policy import CallPolicy, Policy
-from memfit.engine.private import in_backward, is_in_compiled, is_transformed, run_backward
+from memfit.engine.private import in_backward, is_in_compiled, is_transformed, num_holders, run_backward
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _PLAIN_DTYPES = frozenset(
@@ -192,7 +192,8 @@ class Tape(TorchFunctionMode):
         kept = []
         for cell, num_references in zip(self._pins, _count_references(self._pins), strict=True):
             is_filed = self._cells.get(cell.ref.key) is cell
-            if cell.need or num_references > _UNREAD_REFERENCES + is_filed:
+            is_alive = cell.storage is not None and num_holders(cell.storage) > 0  # the program may still read it
+            if cell.need or is_alive or num_references > _UNREAD_REFERENCES + is_filed:
                 kept.append(cell)
             else:
                 self.unpin(cell)

@@ -215,6 +215,7 @@ class Session:
             self._recorder.peak_phase = "other"
             self._note_peak(1)
             self._stop_recorder()
+            self._tape.start_over()  # a module's initialisation is no part of the step
             self._begin_measured_step()
 
     def _on_new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
