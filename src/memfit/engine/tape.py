@@ -674,7 +674,7 @@ class Tape(TorchFunctionMode):
         cell = self._cell_if_known(tensor)
         if cell is None or cell.written:
             return None
-        if cell.storage is not None and cell.call is not None:  # its recipe is cheaper than a copy, and what plans reckon with
+        if cell.storage is not None and cell.call is not None and self.pin_sources:  # the guard is short of bytes, not of time
             cell.pinned = cell.keep = False
             if cell.need == 0:
                 cell.storage = None

@@ -20,9 +20,18 @@ Probe = Callable[[Callable[[], Any]], "int | None"]
 """Runs something and tells the highest bytes it allocated at a time; None where that cannot be seen."""
 
 
-def convolution_bytes_needed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], probe: Probe) -> int:
+def convolution_bytes_needed(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    probe: Probe,
+    make_room: Callable[[int], None] = lambda num_bytes: None,
+) -> int:
     """Bytes a convolution (or its backward) takes at its worst moment: measured on a 12th and a 6th of the batch and drawn out to the
-    whole, which is exact as long as the same kernel serves all three. A batch too small for that gets an upper bound."""
+    whole, which is exact as long as the same kernel serves all three. A batch too small for that gets an upper bound.
+
+    make_room: told how many bytes the measuring itself may take.
+    """
     batched = [index for index in range(2 if "backward" in str(func) else 1) if args[index].dim() > 2]
     num_samples = args[batched[0]].shape[0] if batched else 0
     few = num_samples // 12
@@ -30,6 +39,7 @@ def convolution_bytes_needed(func: Callable[..., Any], args: tuple[Any, ...], kw
     if few < _SMALLEST_PROBE:
         inputs = [_padded_bytes(args[index]) for index in batched]
         return 2 * results + sum(inputs) + max(inputs, default=0) // 3
+    make_room((2 * results + sum(_padded_bytes(args[index]) for index in batched)) // 4)
     needed = []
     for count in (few, 2 * few):
         part = tuple(_part(arg, count) if index in batched else arg for index, arg in enumerate(args))

@@ -378,7 +378,8 @@ class Recorder(TorchDispatchMode):
         if "convolution" not in str(func):
             return bytes_needed(func, args, kwargs)
         if key not in self._estimates:
-            self._estimates[key] = convolution_bytes_needed(func, args, kwargs, self.backend.probe)
+            make_room = self.make_room or (lambda num_bytes: None)
+            self._estimates[key] = convolution_bytes_needed(func, args, kwargs, self.backend.probe, make_room)
         return self._estimates[key]
 
     # ---- the tape's observer ------------------------------------------------------------------------------------------
