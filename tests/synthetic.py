@@ -175,7 +175,7 @@ def chain(sizes: list[int], seconds: list[float] | None = None) -> Trace:
 
 
 def transformer(num_layers: int = 6, scale: int = MIB) -> Trace:
-    """A BERT encoder of 2019 like W1 of /work/shared/peers.md: erf-GELU from parts, softmax attention, dropout.
+    """A BERT encoder of 2019 like W1 of benchmarks/workloads.py: erf-GELU from parts, softmax attention, dropout.
 
     Hidden states 2 `scale` bytes, scores 16, feed-forward 8; seconds are like one core's.
     """
