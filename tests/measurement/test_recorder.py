@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,15 +20,7 @@ from memfit.runtime.session import Session
 B, D = 512, 64  # an activation is 128 KiB
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # workspaces depend on it
-    gc.collect()
-    gc.freeze()  # what other tests left is not looked through, here and by the oracle
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Program:

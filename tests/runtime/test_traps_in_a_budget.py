@@ -7,15 +7,13 @@ tests plans the same.
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import memfit
 import oracle
@@ -50,18 +48,11 @@ OVER = {
 
 
 @pytest.fixture(autouse=True)
-def _counted_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _counted_time(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
     for module in ("backends", "recorder"):
         monkeypatch.setattr(f"memfit.measurement.{module}.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     monkeypatch.setattr(CpuBackend, "_workspaces", {})  # as in a process of its own
-    gc.collect()
-    gc.freeze()  # what is here already is nobody's of the program's; looking through it takes most of the time
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 def train(program: Program, session: Callable[[Run], AbstractContextManager]) -> tuple[list[dict[str, str]], int]:

@@ -170,7 +170,6 @@ class Call:
         "attention_flags",
         "autocast",
         "func",
-        "index",
         "inputs",
         "kwargs",
         "location",
@@ -204,7 +203,6 @@ class Call:
         self.attention_flags: tuple[bool, ...] | None = None
         self.num_wanted = 0
         self.num_saved = 0
-        self.index = -1
         self.makes = "out"
         self.stops_early = False
 

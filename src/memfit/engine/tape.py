@@ -235,11 +235,6 @@ class Tape(TorchFunctionMode):
         """Whether the tape itself is at work: what is allocated now is not the program's."""
         return self._paused > 0
 
-    @property
-    def is_between_calls(self) -> bool:
-        """Whether no recorded call is running."""
-        return self._current is None
-
     def pin(self, cell: Cell) -> None:
         """Hold the cell's content until backward begins, and longer while something evicted needs it."""
         if not cell.pinned and (storage := cell.living_storage()) is not None:

@@ -31,10 +31,6 @@ class Source:
     ignored: tuple[tuple[int, tuple[str, ...] | None], ...] = ()
     broken: tuple[str, ...] = ()
 
-    @property
-    def is_notebook(self) -> bool:
-        return bool(self.starts)
-
     def place(self, line: int) -> tuple[str, int]:
         """(path, line) as the user knows it: 'work.ipynb:cell 3' and the line in that cell."""
         for start, cell in reversed(self.starts):
