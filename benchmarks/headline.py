@@ -12,7 +12,6 @@ ones are slow, and their seconds stand in the file by themselves. Writes JSON, M
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draw import draw_curves
-from machine import PACKAGES, describe_machine, draw_machine
+from machine import PACKAGES, describe_machine, draw_machine, write_json
 from measuring import Bench, Row
 from memfit.core.sizes import parse_size
 from peers import HF_CHECKPOINT
@@ -158,8 +157,7 @@ def main() -> int:
         "run_seconds": round(time.monotonic() - start),
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(args.output, document)
     text = draw(document)
     args.output.with_suffix(".md").write_text(text, encoding="utf-8")
     draw_curves(args.output)

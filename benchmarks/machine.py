@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -28,6 +29,12 @@ def describe_machine(packages: Iterable[str] = PACKAGES, num_threads: int = 1) -
         "hardware": {"cpu": cpu, "num_cores": os.cpu_count(), "num_threads": num_threads},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a result file, its folder made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def draw_machine(document: dict[str, Any]) -> str:

@@ -168,7 +168,7 @@ def count_live_bytes(device_type: str = "cpu") -> int:
         for one in (tensor, tensor.grad if tensor.is_leaf else None):
             if one is not None and one.device.type == device_type and one.layout == torch.strided:
                 storage = one.untyped_storage()
-                if storage.data_ptr():
+                if storage.device.type == device_type and storage.data_ptr():  # what a compiler traces with has none
                     sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 

@@ -11,14 +11,14 @@ and shows the noise. No row takes longer than its timeout; what does is a row wi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import table
 from draw import draw_curves
-from machine import describe_machine
+from machine import describe_machine, write_json
 from measuring import Bench, Row, choose_budgets
 from peers import CHECKPOINT, COMPILE_BUDGETS, SELECTIVE, name_of_compiled
 from worker import EAGER, MEMFIT
@@ -39,6 +39,7 @@ def measure_workload(name: str, *, quick: bool, timeout_seconds: float) -> list[
         bench.measure(EAGER)
         peers = [bench.measure(peer, num_pairs=num_peer_pairs) for peer in (QUICK_PEERS if quick else PEERS)]
         bench.measure(MEMFIT, bench.eager.peak * IDLE_PERCENT // 100, table.IDLE, num_peer_pairs)
+        bench.measure(MEMFIT, bench.eager.peak // 2, "half of eager's peak")  # its plan names the smallest budget
         if floor_bytes := bench.measure_floor()["budget_bytes"]:
             peaks = [(row["variant"], row["peak_bytes"]) for row in peers if "error" not in row]
             num_budgets = QUICK_NUM_BUDGETS if quick else NUM_BUDGETS
@@ -48,6 +49,22 @@ def measure_workload(name: str, *, quick: bool, timeout_seconds: float) -> list[
     others = [row for row in bench.rows if row["variant"] != MEMFIT]
     ours = [row for row in bench.rows if row["variant"] == MEMFIT]
     return [*others, *sorted(ours, key=lambda row: -(row["budget_bytes"] or 0))]
+
+
+def make_document(rows: list[Row], *, quick: bool, run_seconds: int) -> dict[str, Any]:
+    """The result file: the rows, what they show, and on what they were measured."""
+    return {
+        "format": "memfit-benchmark",
+        "version": 2,
+        "clock": "cpu",
+        **describe_machine(),
+        "quick": quick,
+        "run_seconds": run_seconds,
+        "rows": rows,
+        "better_peers": table.find_better_peers(rows),
+        "aims": table.find_aims(rows),
+        "broken_promises": table.find_broken_promises(rows),
+    }
 
 
 def main() -> int:
@@ -63,21 +80,11 @@ def main() -> int:
 
     start = time.monotonic()
     print(table.HEADER, file=sys.stderr)
-    rows = [row for name in names for row in measure_workload(name, quick=args.quick, timeout_seconds=args.timeout)]
-    document = {
-        "format": "memfit-benchmark",
-        "version": 2,
-        "clock": "cpu",
-        **describe_machine(),
-        "quick": args.quick,
-        "run_seconds": round(time.monotonic() - start),
-        "rows": rows,
-        "better_peers": table.find_better_peers(rows),
-        "aims": table.find_aims(rows),
-        "broken_promises": table.find_broken_promises(rows),
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    rows: list[Row] = []
+    for name in names:
+        rows += measure_workload(name, quick=args.quick, timeout_seconds=args.timeout)
+        document = make_document(rows, quick=args.quick, run_seconds=round(time.monotonic() - start))
+        write_json(args.output, document)  # after each, so that a run cut short is no run lost
     text = table.draw_table(document)
     args.output.with_suffix(".md").write_text(text, encoding="utf-8")
     draw_curves(args.output)

@@ -10,12 +10,11 @@ there every operation is short, so it shows what recording costs. Writes JSON an
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from machine import PACKAGES, describe_machine, draw_machine
+from machine import PACKAGES, describe_machine, draw_machine, write_json
 from measuring import Bench, Row
 from table import HEADER, draw_row
 from transformers_models import TINY, make_bert_workload
@@ -107,8 +106,7 @@ def main() -> int:
     rows = [row for name in chosen for row in measure_model(name)]
     machine = describe_machine((*PACKAGES, "transformers"))
     document = {"format": "memfit-transformers", "version": 1, "clock": "cpu", **machine, "rows": rows}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(args.output, document)
     text = draw(document)
     args.output.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
