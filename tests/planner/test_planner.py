@@ -14,6 +14,7 @@ from memfit.core.trace import Trace
 from memfit.planner import find_frontier, plan
 from memfit.planner.bound import lower_bound_seconds
 from memfit.planner.problem import Problem
+from memfit.planner.relaxation import Relaxation
 from memfit.planner.sweep import sew
 from synthetic import MIB, Step, chain, random_step, transformer
 
@@ -137,7 +138,9 @@ def test_a_plan_survives_its_file_and_finds_its_cells_again(bert, bert_frontier,
 def test_moves_are_told_by_layer_in_forward_order_and_add_up(bert, bert_frontier):
     found = plan(bert, 160 * MIB, frontier=bert_frontier)
     layers = [f"encoder.layer.{number}" for number in range(6)]
-    assert [move.place for move in found.moves if move.place in layers] == layers
+    places = [move.place for move in found.moves if move.place in layers]
+    assert places == [layer for layer in layers if layer in places]
+    assert len(places) >= 5  # the last layer's tensors leave first in backward, so it may be left alone
     assert sum(move.seconds for move in found.moves) == pytest.approx(found.extra_seconds)
     keys = [key for move in found.moves for key in (*move.evict, *move.pin)]
     assert len(keys) == len(set(keys))
@@ -227,8 +230,18 @@ def test_the_bound_is_the_optimum_where_one_moment_decides():
     # A chain of 3: the cheapest way to save at least 4 bytes at the peak is to make the first again, 3 s.
     problem = Problem(chain([4, 4, 4], [3.0, 5.0, 5.0]))
     assert lower_bound_seconds(problem, 13) == 0
-    assert lower_bound_seconds(problem, 9) == pytest.approx(3.0, rel=0.01)
-    assert lower_bound_seconds(problem, 11) == pytest.approx(1.5, rel=0.01)  # half of it: a relaxation
+    assert lower_bound_seconds(problem, 9) == pytest.approx(3.0, rel=1e-5)
+    assert lower_bound_seconds(problem, 11) == pytest.approx(3.0, rel=1e-5)  # there is no half of it
+    assert Relaxation(problem).minimise(11).seconds == pytest.approx(1.5)  # but in the linear program there is
+    assert Relaxation(problem).minimise(11, whole=True).evict == {1}
+    assert lower_bound_seconds(problem, 0) == float("inf")
+
+
+def test_plans_of_a_bert_encoder_are_within_three_per_cent_of_the_bound(bert, bert_frontier):
+    eager = bert_frontier.problem.eager.peak_bytes
+    plans = [plan(bert, eager * percent // 100, frontier=bert_frontier) for percent in range(30, 100, 5)]
+    assert all(each.lower_bound_seconds <= each.extra_seconds <= 1.03 * each.lower_bound_seconds for each in plans)
+    assert sum(each.extra_seconds <= 1.0001 * each.lower_bound_seconds for each in plans) >= 3  # proved to be the best
 
 
 def test_sewing_keeps_what_the_second_plan_reads_across_the_seam():
@@ -255,4 +268,4 @@ def test_another_solver_can_be_given_and_an_unknown_one_is_refused():
 def test_progress_is_told_while_planning(bert):
     told = []
     find_frontier(chain([4, 4, 4]), progress=lambda stage, done, total: told.append((stage, done, total)))
-    assert told == [("planning", number, 4) for number in range(4)]
+    assert told == [("planning", number, 7) for number in range(7)]

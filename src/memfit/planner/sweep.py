@@ -5,8 +5,9 @@
 2. Sew pairs of these together at a call: the thriftier one before the seam, the quicker one after it. Backward frees
    the end of the step first, so what the end keeps is gone when the beginning is restored.
 3. Mend what is best so far, one call at a time.
+4. For some budgets solve a short step as an integer program (integer.py), and sew and mend once more.
 
-Costs about 1 s for 150 calls and 3 s for 1,400: the number of replays is limited by the size of the trace. No clocks
+Costs about 2 s for 190 calls and 4 s for 2,500: the number of replays is limited by the size of the trace. No clocks
 and no randomness: the same trace gives the same choices.
 """
 
@@ -18,6 +19,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from memfit.planner.frontier import pareto
+from memfit.planner.integer import MOST_CALLS, solve_levels
 from memfit.planner.mend import mend
 from memfit.planner.problem import Choice, OnProgress, Problem
 from memfit.planner.regions import border_cells, find_borders
@@ -47,12 +49,22 @@ def solve_sweep(problem: Problem, progress: OnProgress | None = None) -> list[Ch
         level_bytes = min(level_bytes, *(choice.peak_bytes for choice in found))
     seams = _seams(problem, required)
     movable = frozenset(np.flatnonzero(required).tolist())
-    stages = (
-        lambda frontier: _sew_pairs(problem, frontier, seams, num_replays // 4),
-        lambda frontier: _sew_pairs(problem, frontier, seams, num_replays // 4),
-        lambda frontier: _fill_gaps(problem, frontier, seams, num_replays // 4),
-        lambda frontier: mend(problem, frontier, movable, num_replays // 4),
-    )
+
+    def sew_pairs(frontier: list[Choice]) -> list[Choice]:
+        return _sew_pairs(problem, frontier, seams, num_replays // 4)
+
+    def fill_gaps(frontier: list[Choice]) -> list[Choice]:
+        return _fill_gaps(problem, frontier, seams, num_replays // 4)
+
+    def mend_all(frontier: list[Choice]) -> list[Choice]:
+        return mend(problem, frontier, movable, num_replays // 4)
+
+    def solve_programs(frontier: list[Choice]) -> list[Choice]:
+        return solve_levels(problem, frontier, required)
+
+    stages = [sew_pairs, fill_gaps, mend_all, fill_gaps]
+    if len(problem.seconds) <= MOST_CALLS:
+        stages += [solve_programs, fill_gaps, mend_all]
     for number, stage in enumerate(stages):
         if progress is not None:
             progress("planning", number, len(stages))
