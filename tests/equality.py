@@ -50,8 +50,8 @@ class EvictingTape(Tape):
         self._how = how
         self._kept: list[weakref.ref[Handle]] = []
 
-    def _settle_handle(self, handle: Handle, call: Call | None) -> None:
-        super()._settle_handle(handle, call)
+    def settle_handle(self, handle: Handle, call: Call | None) -> None:
+        super().settle_handle(handle, call)
         if self._how == "now" or (self._how == "half" and self.chance.random() < 0.5):
             self.evict_handle(handle)
         else:

@@ -75,4 +75,4 @@ def test_a_profile_holds_the_fifteen_functions_with_most_own_time(settings) -> N
         own = [row["own_microseconds"] for row in rows]
         assert own == sorted(own, reverse=True)
         assert len(rows) == 15
-    assert any("tape.py" in row["function"] for row in profiles["restored cell"])
+    assert any("handles.py" in row["function"] for row in profiles["restored cell"])

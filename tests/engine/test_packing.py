@@ -31,8 +31,8 @@ class Operations(TorchDispatchMode):
 class EvictingTape(Tape):
     """Evicts everything as soon as it was saved."""
 
-    def _settle_handle(self, handle: Any, call: Any) -> None:
-        super()._settle_handle(handle, call)
+    def settle_handle(self, handle: Any, call: Any) -> None:
+        super().settle_handle(handle, call)
         self.evict_handle(handle)
 
 

@@ -57,7 +57,7 @@ def test_two_hundred_steps_keep_no_tensor_and_no_object(how: str) -> None:
             tape._kept.clear()
             if number in (50, 199):
                 objects = gc.get_objects()
-                counts.append((sum(issubclass(type(each), torch.Tensor) for each in objects), len(objects), len(tape._cells)))
+                counts.append((sum(issubclass(type(each), torch.Tensor) for each in objects), len(objects), len(tape.cells)))
                 del objects
     finally:
         gc.enable()

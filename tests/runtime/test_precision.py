@@ -387,7 +387,7 @@ def test_a_step_left_out_makes_the_next_forward_pass_the_steps_first_again():
         sections = []
         for left_out in (False, True, False):
             net(torch.ones(2, 4)).sum().backward()
-            sections.append(session._tape.section)
+            sections.append(session._tape.places.section)
             if left_out:
                 session.leave_out_step()
         optimizer.step()

@@ -157,7 +157,7 @@ class Call:
     """A recorded tensor function call.
 
     args, kwargs: templates with Slot(i) where values[i] goes. inputs: the distinct cells a replay reads.
-    makes: 'out' where the results are cells out0, out1 …; for parts (see Tape._split) 'in' for what makes a call's internal tensors,
+    makes: 'out' where the results are cells out0, out1 …; for parts (see recording._split) 'in' for what makes a call's internal tensors,
         'bits' for what makes those from which that is made. In this order of the alphabet they are replayed.
     stops_early: the internal tensors are arguments brought into form, saved before the work begins, so that a replay for them alone may
         stop there.

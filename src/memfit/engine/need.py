@@ -18,7 +18,7 @@ from memfit.engine.cell import Call, Cell, Slot, view_of
 from memfit.engine.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from memfit.engine.tape import Counts
+    from memfit.engine.observing import Counts
 
 
 def add_need(cell: Cell, count: int = 1) -> bool:

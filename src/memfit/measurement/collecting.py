@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.engine.tape import user_line
+from memfit.engine.location import user_line
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from memfit.core import trace as core
 from memfit.core.liveness import DeadName
 from memfit.engine import packing
 from memfit.engine.cell import Call, Cell, Handle, PackedCell, StorageRef
+from memfit.engine.location import user_line
 from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, is_transformed, num_holders, pop_dispatch_mode, top_dispatch_mode
-from memfit.engine.tape import user_line
 from memfit.measurement.backends import Backend
 from memfit.measurement.collecting import CollectionWatch
 from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed

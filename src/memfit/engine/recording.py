@@ -1,0 +1,266 @@
+"""Recording: a tensor function call, run once, becomes a recipe for what it made, what it saved inside and what it overwrote."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit.engine import functions
+from memfit.engine.ambient import attention_flags, autocast_state, random_state, same_random_state
+from memfit.engine.cell import Call, Cell, Handle, PackedCell, Slot, Value, geometry_of
+from memfit.engine.filing import PLAIN_TYPES, cell_if_known, cell_of, file, is_plain, pin_source
+from memfit.engine.location import user_line
+from memfit.engine.need import tensors_in
+from memfit.engine.packing import draw, unpack
+from memfit.engine.policy import CallPolicy
+from memfit.engine.writes import before_write, follow_alien_write, forget
+
+if TYPE_CHECKING:
+    from memfit.engine.places import Frame
+    from memfit.engine.tape import Tape
+
+
+def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Frame, entry: CallPolicy | None) -> Any:
+    name = functions.name_of(func)
+    if entry is not None and entry.function != name:
+        entry = None  # the program took another way this time: nothing planned here
+    values: list[torch.Tensor] = []
+    template_args = tuple(_strip(each, values) for each in args)
+    template_kwargs = {key: _strip(each, values) for key, each in kwargs.items()} if kwargs else {}
+    place = f"{tape.places.section}|{frame.path}#{frame.invocation}/{frame.ordinal}:{name}"
+    tape.seq += 1
+    call = Call(func, place, frame.path, user_line(3) if tape.observer is not None else "", tape.seq)
+    is_recipe = (
+        PLAIN_TYPES.issuperset(types)
+        and not functions.is_foreign(func)
+        and "out" not in kwargs
+        and kwargs.get("generator") is None
+        and not functions.written_lists(func, args)
+        and all(map(is_plain, values))
+    )
+    versions = [tensor._version for tensor in values]
+    if is_recipe:
+        call.args, call.kwargs = template_args, template_kwargs
+        call.values = [Value(cell_of(tape, t), geometry_of(t), t.requires_grad) for t in values]
+        statistics = functions.written_statistics(func, args, kwargs)
+        is_recipe = not (statistics and functions.saves_statistics(func))
+        for tensor, value in zip(values, call.values, strict=True):
+            if any(tensor is each for each in statistics):
+                value.scratch = True
+                before_write(tape, tensor)
+        call.autocast = autocast_state()
+        if name in functions.READS_ATTENTION_FLAGS:
+            call.attention_flags = attention_flags()
+        if any(t.is_cuda for t in values) and not functions.is_reproducible_on_cuda(func):
+            is_recipe = torch.are_deterministic_algorithms_enabled()
+        if entry is not None or tape.pin_sources:
+            for tensor, value in zip(values, call.values, strict=True):
+                if not value.scratch and value.cell.call is None:
+                    is_recipe = pin_source(tape, value.cell, tensor) and is_recipe
+    maybe_written: list[tuple[int, Cell | None]] = []
+    if functions.may_write(func, args, kwargs):
+        targets = values[:1] if is_recipe else values
+        maybe_written = [(index, before_write(tape, tensor)) for index, tensor in enumerate(targets)]
+    draws = functions.may_draw(func)
+    if draws:
+        devices = tuple({t.device.index for t in values if t.is_cuda})
+        tape.paused += 1
+        state = random_state(devices)
+        tape.paused -= 1
+    outer_call, tape.current = tape.current, call
+    outer_saved, tape.saved_now = tape.saved_now, []
+    if tape.observer is not None:
+        tape.observer.on_begin(call)
+    try:
+        result = func(*args, **kwargs)
+    except BaseException:
+        if tape.observer is not None:
+            tape.observer.on_failed(call)
+        raise
+    finally:
+        tape.current = outer_call
+        saved, tape.saved_now = tape.saved_now, outer_saved
+    if draws:
+        tape.paused += 1
+        if not same_random_state(state, random_state(devices)):
+            call.random_state = state
+        tape.paused -= 1
+    call.stops_early = call.random_state is None and (bool(call.autocast) or name in functions.SAVES_BEFORE_WORK)
+    for index, cell in maybe_written:
+        if cell is not None and values[index]._version == versions[index]:
+            cell.written = False
+    is_recipe = _settle_writes(tape, call, values, versions, is_recipe)
+    cells = _settle_results(tape, call, values, result, is_recipe, entry, saved)
+    if tape.observer is not None:
+        tape.observer.on_end(call, cells)
+    for handle in saved:
+        tape.settle_handle(handle, call)
+    return result
+
+
+def _settle_writes(tape: Tape, call: Call, values: list[torch.Tensor], versions: list[int], is_recipe: bool) -> bool:
+    """Find what the call overwrote: argument 0 gets a successor cell; anything else but statistics is no recipe."""
+    written = [index for index, tensor in enumerate(values) if tensor._version != versions[index]]
+    for tensor, value in zip(values, call.values, strict=False):
+        if value.scratch:
+            forget(tape, tensor)
+    if not is_recipe:
+        certain = functions.written_lists(call.func, (values,))
+        for index, tensor in enumerate(values):
+            if index in written or any(tensor is each for each in certain):
+                forget(tape, tensor)
+        return False
+    for index in written:
+        if call.values[index].scratch:
+            continue
+        if index == 0:
+            call.writes = 0
+        else:
+            is_recipe = False
+    if not is_recipe:
+        for index in written:
+            forget(tape, values[index])
+        call.writes = None
+    seen: dict[Cell, None] = {}
+    for value in call.values:
+        if not value.scratch:
+            seen[value.cell] = None
+    call.inputs = tuple(seen)
+    if call.writes is not None and not _is_restorable(call.values[0].cell):
+        forget(tape, values[0])
+        call.writes = None
+        return False
+    return is_recipe
+
+
+def _is_restorable(cell: Cell) -> bool:
+    """Whether overwritten content can be had again: by its own recipe, or because the tape holds a copy."""
+    return cell.call is not None or cell.storage is not None
+
+
+def _settle_results(
+    tape: Tape,
+    call: Call,
+    values: list[torch.Tensor],
+    result: Any,
+    is_recipe: bool,
+    entry: CallPolicy | None,
+    saved: list[Handle],
+) -> list[Cell]:
+    """Cells for what the call made: an overwritten argument, internal tensors seen by the hooks, results."""
+    cells: list[Cell] = [each for ref in call.outputs.values() if (each := ref()) is not None]
+    if call.writes is not None:
+        old = call.values[call.writes].cell
+        old.written = True
+        if old.pending:
+            follow_alien_write(tape, old)
+        new = Cell(old.ref, old.nbytes, old.device, 0)
+        new.previous = old
+        new.exposed = old.exposed
+        tape.cells[old.ref.key] = new
+        _adopt(new, call, "mut0", cells)
+    for number, tensor in enumerate(tensors_in(result)):
+        if not is_plain(tensor):
+            continue
+        known = tape.cells.get(tensor.untyped_storage()._cdata)
+        if known is None:
+            _adopt(file(tape, tensor), call, f"out{number}", cells)
+        elif known.call is call and known.position.startswith("in"):
+            del call.outputs[known.position]
+            known.position = f"out{number}"
+            known.version = tensor._version
+            call.outputs[known.position] = weakref.ref(known)
+        elif known.call is call and known.position == "mut0":
+            known.version = tensor._version
+    if not is_recipe:
+        for cell in cells:
+            cell.call = None
+        call.outputs.clear()
+        if entry is not None and "mut0" in entry.pin and (written := cell_if_known(tape, values[0])) is not None:
+            tape.pin(written)  # content from outside, overwritten: what the plan keeps is the result
+        return cells
+    _split(tape, call, values, cells, saved)
+    for cell in cells:
+        if entry is not None:
+            cell.evict = cell.position in entry.evict
+            cell.keep = cell.position in entry.keep or cell.position in entry.pin
+            if cell.position in entry.pin:
+                tape.pin(cell)
+        elif tape.places.policy is not None:
+            cell.keep = True
+    return cells
+
+
+def _split(tape: Tape, call: Call, values: list[torch.Tensor], cells: list[Cell], saved: list[Handle]) -> None:
+    """Give internal cells a recipe of their own where it is cheaper than the whole call: a dropout's noise its bits (and these
+    another drawing), the copies a matrix product makes of its arguments the call's beginning."""
+    internal = [cell for cell in cells if cell.position.startswith("in")]
+    if not internal or call.writes is not None:
+        return
+    noise = internal[0]
+    if functions.is_dropout(call.func) and len(internal) == 1 and noise.device.type == "cpu":
+        probability = functions.dropout_probability(call.args, call.kwargs)
+        geometry = next((geometry_of(each.probe) for each in saved if each.cell is noise), None)
+        if geometry is None or geometry[0] != values[0].dtype or noise.nbytes != geometry[2].numel() * geometry[0].itemsize:
+            return
+        part = call.part()
+        num_elements = geometry[2].numel()
+        packed = PackedCell(tape, noise, num_elements, geometry[0])
+        packed.call = again = call.part()  # where the bits are gone as well
+        again.func, again.kwargs, again.values, again.inputs = draw, {}, [], ()
+        again.args = (geometry[2], geometry[3], geometry[0], probability)
+        again.makes, again.autocast = "bits", ()
+        again.outputs[packed.position] = weakref.ref(packed)
+        part.func, part.kwargs = unpack, {}
+        part.args = (Slot(0), num_elements, geometry[0], probability)
+        part.values, part.inputs = [Value(packed, packed.geometry, False)], (packed,)
+        part.makes, part.autocast, part.random_state = "in", (), None
+        call.func, call.args, call.kwargs = torch.mul, (Slot(0), Slot(1)), {}
+        call.values, call.inputs = [call.values[0], Value(noise, geometry, False)], (*call.inputs, noise)
+        call.random_state = None
+    elif call.stops_early:
+        part = call.part()
+    else:
+        return
+    for cell in internal:
+        del call.outputs[cell.position]
+        cell.call = part
+        part.outputs[cell.position] = weakref.ref(cell)
+    if tape.observer is not None:
+        tape.observer.on_part(part, internal)
+
+
+def _adopt(cell: Cell, call: Call, position: str, cells: list[Cell]) -> None:
+    cell.call = call
+    cell.position = position
+    call.outputs[position] = weakref.ref(cell)
+    cells.append(cell)
+
+
+def needs_gradient(argument: Any) -> bool:
+    """Whether any tensor in the nested argument requires a gradient."""
+    if isinstance(argument, torch.Tensor):
+        return argument.requires_grad
+    if isinstance(argument, (list, tuple)):
+        return any(needs_gradient(each) for each in argument)
+    if isinstance(argument, dict):
+        return any(needs_gradient(each) for each in argument.values())
+    return False
+
+
+def _strip(argument: Any, values: list[torch.Tensor]) -> Any:
+    """The argument with every tensor replaced by a Slot; containers are copied, so later changes to them do no harm."""
+    if isinstance(argument, torch.Tensor):
+        for index, value in enumerate(values):
+            if value is argument:  # functions ask `key is query`: one tensor stays one tensor
+                return Slot(index)
+        values.append(argument)
+        return Slot(len(values) - 1)
+    kind = type(argument)
+    if kind in (list, tuple):
+        return kind(_strip(each, values) for each in argument)
+    if kind is dict:
+        return {key: _strip(each, values) for key, each in argument.items()}
+    return argument
