@@ -253,16 +253,6 @@ class Handle:
         self.tape.on_drop(self)
 
 
-class KeptHandle:
-    """A handle that will hold its tensor to the end: the light form for what no plan touches."""
-
-    __slots__ = ("alias", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.alias = tensor.detach()
-        self.version = self.alias._version
-
-
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without bytes that shares the tensor's version counter."""
     probe = tensor.detach()

@@ -97,6 +97,7 @@ def cell_of(tape: Tape, tensor: torch.Tensor) -> Cell:
     if cell.version != tensor._version and (cell.call is None or tensor._version != 0):
         if cell.call is None and cell.storage is None and cell.need == 0:
             cell.version = tensor._version
+            cell.probe = None
             return cell
         if cell.call is None or cell.version < tensor._version:
             lose(tape, cell)

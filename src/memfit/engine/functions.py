@@ -344,6 +344,11 @@ def is_reproducible_on_cuda(func: Callable[..., Any]) -> bool:
     return name_of(func) not in _NONDETERMINISTIC_ON_CUDA
 
 
+def has_statistics(func: Callable[..., Any]) -> bool:
+    """Whether the call may overwrite running statistics."""
+    return func in _STATISTICS
+
+
 def written_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """The running statistics this call overwrites and does not read: batch and instance norm in training."""
     positions = _STATISTICS.get(func)
@@ -356,14 +361,15 @@ def written_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 @cache
-def _writes_lists(func: Callable[..., Any]) -> bool:
+def writes_lists(func: Callable[..., Any]) -> bool:
+    """Whether the call overwrites lists of tensors: in-place foreach and fused functions."""
     name = name_of(func)
     return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
 
 
 def written_lists(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """What an in-place foreach or fused call overwrites: under a dispatch mode these do not move the tensors' versions."""
-    if not _writes_lists(func):
+    if not writes_lists(func):
         return ()
     lists = args if name_of(func).startswith("_fused_") else args[:1]
     return tuple(t for each in lists if isinstance(each, (list, tuple)) for t in each if isinstance(t, torch.Tensor))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.engine.cell import Geometry, Handle, KeptHandle, view_of
+from memfit.engine.cell import Geometry, Handle, view_of
 from memfit.engine.filing import file, is_plain, unpin_all
 from memfit.engine.need import drop_need, materialise
+from memfit.engine.private import put_back, take_off
 
 if TYPE_CHECKING:
     from memfit.engine.tape import Tape
@@ -27,8 +28,15 @@ def pack_saved(tape: Tape, tensor: torch.Tensor) -> Any:
     if call is not None:
         number = call.num_saved
         call.num_saved = number + 1
+    elif not tape.record_all:  # outside the plan: only what a planned call made may leave
+        try:
+            cell = tape.cells.get(tensor.untyped_storage()._cdata)
+        except RuntimeError:  # sparse tensors and those of torch.func have none
+            cell = None
+        if cell is None or not cell.evict:
+            return _keep(tensor)
     if tape.paused or not is_plain(tensor) or tensor.untyped_storage().nbytes() == 0:
-        return KeptHandle(tensor)
+        return _keep(tensor)
     cell = tape.cells.get(tensor.untyped_storage()._cdata)
     if cell is None and call is not None:
         cell = file(tape, tensor)
@@ -38,8 +46,6 @@ def pack_saved(tape: Tape, tensor: torch.Tensor) -> Any:
             call.outputs[cell.position] = weakref.ref(cell)
             if tape.observer is not None:
                 tape.observer.on_internal(call)
-    if not tape.record_all and call is None and (cell is None or not cell.evict):
-        return KeptHandle(tensor)
     if cell is None:
         cell = file(tape, tensor)
     handle = Handle(tape, cell, tensor)
@@ -48,6 +54,12 @@ def pack_saved(tape: Tape, tensor: torch.Tensor) -> Any:
     else:
         tape.settle_handle(handle, None)
     return handle
+
+
+def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What holds its tensor to the end: the light form of a handle, an alias (see Handle) and its version."""
+    alias = tensor.detach()
+    return alias, alias._version
 
 
 def unpack_saved(tape: Tape, handle: Any) -> torch.Tensor:
@@ -64,9 +76,9 @@ def unpack_saved(tape: Tape, handle: Any) -> torch.Tensor:
             return _restore(tape, handle)
         handle.is_handed_out = True
         return handle.alias
-    alias = handle.alias
-    if alias._version != handle.version:
-        raise _modified(alias, alias._version, handle.version)
+    alias, version = handle
+    if alias._version != version:
+        raise _modified(alias, alias._version, version)
     return alias
 
 
@@ -76,6 +88,7 @@ def _restore(tape: Tape, handle: Handle) -> torch.Tensor:
     start = time.perf_counter()
     tape.restoring = cell
     tape.paused += 1
+    depth = take_off(tape)  # it would look at every call of the replay
     try:
         if cell.storage is None:
             num_calls = materialise(cell, tape.verify, tape.counts)
@@ -84,10 +97,13 @@ def _restore(tape: Tape, handle: Handle) -> torch.Tensor:
         assert handle.geometry is not None
         handle.alias = view_of(cell.storage, handle.geometry)
     finally:
+        if depth is not None:
+            put_back(tape, depth)
         tape.paused -= 1
         tape.restoring = None
         tape.counts.restore_seconds += time.perf_counter() - start
     tape.counts.num_restored += 1
+    tape.num_pending -= 1
     tape.counts.num_verified += cell.fingerprint is not None
     drop_need(cell)
     if tape.observer is not None:

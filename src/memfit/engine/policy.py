@@ -23,10 +23,11 @@ class CallPolicy:
 
 
 Frame = dict[int, CallPolicy]  # by ordinal within the module invocation
+Section = dict[str, list[Frame | None]]  # the frames of each module path by invocation
 
 
 class Policy:
-    """Frames by (section, module path, invocation). Beyond the last section or invocation the plan knows of, the last one's holds: a
+    """Frames by section, module path and invocation. Beyond the last section or invocation the plan knows of, the last one's holds: a
     forward pass more than was planned for (one that no backward follows, say) must not leave the rest of the step without a plan."""
 
     def __init__(
@@ -40,28 +41,38 @@ class Policy:
         """Places of the calls to record, keys ('place|position') of the cells to evict, to keep and to pin; invocations
         ('section|path#invocation') of these modules in which nothing is planned."""
         evicted, kept, pinned = _by_place(evict), _by_place(keep), _by_place(pin)
-        self._frames: dict[tuple[int, str, int], Frame] = {}
-        self._last: dict[tuple[int, str], int] = {}  # the last invocation the plan knows of
-        self.num_sections = 0
-        self.num_cells = sum(map(len, evicted.values()))
+        self._sections: list[Section] = []
         for place in {*replayed, *evicted, *kept, *pinned}:
             match = PLACE.fullmatch(place)
             assert match is not None, place
             section, path, invocation, ordinal, function = match.groups()
-            self.num_sections = max(self.num_sections, int(section) + 1)
-            frame = self._frames.setdefault((int(section), path, int(invocation)), {})
-            self._last[int(section), path] = max(self._last.get((int(section), path), 0), int(invocation))
+            while len(self._sections) <= int(section):
+                self._sections.append({})
+            frames = self._frames(int(section), path, int(invocation))
+            frame = frames[int(invocation)] or {}
             frame[int(ordinal)] = CallPolicy(function, *(frozenset(each.get(place, ())) for each in (evicted, kept, pinned)))
+            frames[int(invocation)] = frame
         for name in untouched:
             module, _, number = name.rpartition("#")
             section, _, path = module.partition("|")
-            self._last[int(section), path] = max(self._last.get((int(section), path), 0), int(number))
+            if int(section) < len(self._sections):
+                self._frames(int(section), path, int(number))
 
-    def frame(self, section: int, path: str, invocation: int) -> Frame | None:
-        """The planned calls of one module invocation, or None."""
-        section = min(section, self.num_sections - 1)
-        last = self._last.get((section, path))
-        return self._frames.get((section, path, min(invocation, last))) if last is not None else None
+    def _frames(self, section: int, path: str, invocation: int) -> list[Frame | None]:
+        """The frames of a path, at least up to this invocation."""
+        frames = self._sections[section].setdefault(path, [])
+        frames.extend([None] * (invocation + 1 - len(frames)))
+        return frames
+
+    def section(self, number: int) -> Section:
+        """What is planned in a section."""
+        return self._sections[min(number, len(self._sections) - 1)] if self._sections else {}
+
+
+def frame_of(section: Section, path: str, invocation: int) -> Frame | None:
+    """The planned calls of one module invocation in a section, or None."""
+    frames = section.get(path)
+    return frames[min(invocation, len(frames) - 1)] if frames is not None else None
 
 
 def _by_place(keys: Iterable[str]) -> dict[str, list[str]]:

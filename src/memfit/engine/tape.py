@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from memfit.core.errors import UnsupportedError
@@ -26,8 +27,9 @@ from memfit.engine.observing import Counts, Observer
 from memfit.engine.packing import pack
 from memfit.engine.places import Places
 from memfit.engine.policy import Policy
-from memfit.engine.private import in_backward, is_in_compiled, run_backward
+from memfit.engine.private import in_backward, is_in_compiled, put_back, run_backward, take_off
 from memfit.engine.recording import needs_gradient, record
+from memfit.engine.traits import TRAITS
 from memfit.engine.writes import let_out, run_writing
 
 _COMPILED = (
@@ -61,6 +63,8 @@ class Tape(TorchFunctionMode):
         self.seq = 0
         self.current: Call | None = None
         self.saved_now: list[Handle] = []
+        self.num_pending = 0  # handles that hold nothing
+        self._depth_aside: int | None = None  # of the stack of function modes, while this one is not on it
         self._undo: list[Callable[[], None]] = []
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -71,20 +75,31 @@ class Tape(TorchFunctionMode):
         before = module_hooks.register_module_forward_pre_hook(self._before_module)
         after = module_hooks.register_module_forward_hook(self._after_module, always_call=True)
         self.pack_hook = partial(pack_saved, self)
+        before_optimizer = register_optimizer_step_pre_hook(self._before_optimizer)
+        after_optimizer = register_optimizer_step_post_hook(self._after_optimizer)
         saved = torch.autograd.graph.saved_tensors_hooks(self.pack_hook, partial(unpack_saved, self))
         self.__enter__()
         saved.__enter__()
-        self._undo = [before.remove, after.remove, lambda: self.__exit__(None, None, None), lambda: saved.__exit__()]
+        self._undo = [
+            before.remove,
+            after.remove,
+            before_optimizer.remove,
+            after_optimizer.remove,
+            self._leave_stack,
+            lambda: saved.__exit__(),
+        ]
         self.places.begin_section(0)
 
     def exit(self) -> None:
         """Take everything off again. Graphs that are still alive can still be run backward."""
+        self._come_back()
         while self._undo:
             self._undo.pop()()
         unpin_all(self)
 
     def end_step(self) -> None:
         """The optimizer has stepped: what lives on is content from outside, and places count from zero again."""
+        self._come_back()
         unpin_all(self)
         for cell in self.cells.values():
             if cell.need == 0:
@@ -154,22 +169,40 @@ class Tape(TorchFunctionMode):
 
     @policy.setter
     def policy(self, policy: Policy | None) -> None:
-        self.places.policy = policy
+        self.places.follow(policy)
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
         if self.paused:
             return
-        if len(self.places.frames) == 1:
+        if self.places.is_outside:
             if self.on_root is not None:
                 self.on_root(module, args)
             if self.pins and not self.pin_sources and torch.is_grad_enabled():
                 unpin_dead(self)
+            self._come_back()
             self.places.begin_root()
         self.places.enter(module)
 
     def enter_module(self, module: torch.nn.Module) -> None:
         """A module's forward pass begins."""
         self.places.enter(module)
+
+    def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> None:
+        """Stand aside while the optimizer computes if nothing evicted waits for what it overwrites. (A closure is a program.)"""
+        if not (self.record_all or self.paused or self.num_pending or len(args) > 1 or kwargs):
+            self._depth_aside = take_off(self)
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self._come_back()
+
+    def _leave_stack(self) -> None:
+        if self._depth_aside is None:
+            self.__exit__(None, None, None)
+        self._depth_aside = None
+
+    def _come_back(self) -> None:
+        if self._depth_aside is not None and put_back(self, self._depth_aside):
+            self._depth_aside = None
 
     def _after_module(self, module: torch.nn.Module, _: Any, output: Any) -> None:
         if not self.paused:
@@ -178,14 +211,19 @@ class Tape(TorchFunctionMode):
     # ---- recording -------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        traits = TRAITS[func]
+        frame = self.places.frame
+        if (
+            traits.is_looking
+            or (traits.is_plain and frame.planned is None and not self.record_all and not kwargs)
+            or self.paused
+        ):
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        kind = functions.kind_of(func)
-        if kind is functions.LETTING_OUT and not self.paused:
+        if traits.kind is functions.LETTING_OUT:
             let_out(self, args[0])
             return func(*args, **kwargs)
-        if self.paused or kind is functions.LOOKING:
-            return func(*args, **kwargs)
-        if kind is functions.PLAIN and not self.record_all and self.places.frames[-1].planned is None and "out" not in kwargs:
+        if traits.is_plain and frame.planned is None and not self.record_all and "out" not in kwargs:
             return func(*args, **kwargs)
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             return self._run_backward(func, *args, **kwargs)
@@ -199,7 +237,6 @@ class Tape(TorchFunctionMode):
             return run_writing(self, func, args, kwargs)
         if self.places.backward_seen:
             self.places.begin_section(self.places.section + 1)
-        frame = self.places.frames[-1]
         entry = None
         is_differentiable = (frame.planned is not None or self.record_all) and needs_gradient((args, kwargs))
         if is_differentiable:
@@ -270,6 +307,7 @@ class Tape(TorchFunctionMode):
         if self.observer is not None:
             self.observer.on_evicted(handle)
         handle.let_go()
+        self.num_pending += 1
         cell.pending.append(weakref.ref(handle))
         self.counts.num_evicted += 1
         return True
@@ -277,6 +315,7 @@ class Tape(TorchFunctionMode):
     def on_drop(self, handle: Handle) -> None:
         """Autograd let the handle go (called by its finaliser)."""
         if handle.alias is None:
+            self.num_pending -= 1
             drop_need(handle.cell)
         if self.observer is not None:
             self.observer.on_drop(handle)

@@ -81,6 +81,7 @@ def follow_alien_write(tape: Tape, cell: Cell) -> None:
         handle.alias = view_of(storage, handle.geometry)
         tape.paused -= 1
         tape.counts.num_kept_instead += 1
+        tape.num_pending -= 1
         drop_need(cell)
     cell.pending.clear()
 
