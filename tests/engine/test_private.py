@@ -134,3 +134,40 @@ def test_read_saved_runs_no_hook_of_the_programs() -> None:
         y = torch.sigmoid(x)
     assert private.read_saved(y.grad_fn) == []
     assert unpacked == []
+
+
+class _Counting(torch.overrides.TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_version_is_read_past_a_function_mode() -> None:
+    x = torch.ones(2)
+    x.add_(1)
+    with _Counting() as mode:
+        assert private.version_of(x) == 1
+        assert mode.names == []
+        x.add_(1)
+        assert (private.version_of(x), mode.names) == (2, ["add_"])
+
+
+def test_a_function_mode_comes_off_only_from_the_top_and_goes_back_only_where_it_was() -> None:
+    mode, other = _Counting(), _Counting()
+    assert private.take_off(mode) is None
+    with mode:
+        with other:
+            assert private.take_off(mode) is None
+        depth = private.take_off(mode)
+        assert depth == 0
+        torch.ones(2)
+        with other:
+            assert not private.put_back(mode, depth)
+        assert private.put_back(mode, depth)
+        torch.zeros(2)
+    assert mode.names == ["zeros"]
+    assert torch._C._len_torch_function_stack() == 0

@@ -11,7 +11,7 @@ import torch
 from memfit.engine.cell import Geometry, Handle, view_of
 from memfit.engine.filing import file, is_plain, unpin_all
 from memfit.engine.need import drop_need, materialise
-from memfit.engine.private import put_back, take_off
+from memfit.engine.private import put_back, take_off, version_of
 
 if TYPE_CHECKING:
     from memfit.engine.tape import Tape
@@ -70,15 +70,15 @@ def unpack_saved(tape: Tape, handle: Any) -> torch.Tensor:
     if type(handle) is Handle:
         if tape.observer is not None:
             tape.observer.on_unpack(handle)
-        if handle.probe._version != handle.version:
-            raise _modified(handle.probe, handle.probe._version, handle.version, handle.geometry)
+        if (found := version_of(handle.probe)) != handle.version:
+            raise _modified(handle.probe, found, handle.version, handle.geometry)
         if handle.alias is None:
             return _restore(tape, handle)
         handle.is_handed_out = True
         return handle.alias
     alias, version = handle
-    if alias._version != version:
-        raise _modified(alias, alias._version, version)
+    if (found := version_of(alias)) != version:
+        raise _modified(alias, found, version)
     return alias
 
 

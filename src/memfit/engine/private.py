@@ -80,6 +80,12 @@ def put_back(mode: torch.overrides.TorchFunctionMode, depth: int) -> bool:
     return True
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The tensor's version counter, read past a function mode that is on (0.2 instead of 0.8 us): what an unpack hook needs."""
+    with torch._C.DisableTorchFunction():
+        return tensor._version
+
+
 def top_dispatch_mode() -> Any:
     """The innermost dispatch mode, or None."""
     depth = torch._C._len_torch_dispatch_stack()
