@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memfit.core.errors import CertificateError
-from memfit.engine import need
+from memfit.engine import replaying
 from runtime.test_scripts import PLAIN
 
 
@@ -14,14 +14,14 @@ def run_with(scripts, monkeypatch, meddle, **options):
     """Run the plain script with `meddle(call)` called after every replayed call."""
     path = scripts.write(PLAIN)
     budget = scripts.budget(0.7, path)
-    replay = need._replay
+    replay = replaying._replay
 
     def replay_and_meddle(call, *args):
         found = replay(call, *args)
         meddle(call)
         return found
 
-    monkeypatch.setattr(need, "_replay", replay_and_meddle)
+    monkeypatch.setattr(replaying, "_replay", replay_and_meddle)
     return scripts.run(path, budget=budget, **options)[1]
 
 

@@ -38,6 +38,11 @@ def autocast_state() -> Autocast:
     return state
 
 
+def is_autocast_on() -> bool:
+    """Whether any autocast context is on."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
 def attention_flags() -> tuple[bool, ...]:
     """Which kernels `scaled_dot_product_attention` may choose from (the `sdpa_kernel` context sets these)."""
     cuda = torch.backends.cuda
@@ -60,6 +65,9 @@ def _set_attention_flags(flags: tuple[bool, ...]) -> None:
 @contextmanager
 def surroundings(state: RandomState | None, autocast: Autocast, flags: tuple[bool, ...] | None) -> Iterator[None]:
     """Run the body as if it stood where the call stood; afterwards everything is as before."""
+    if state is None and flags is None and not autocast and not is_autocast_on():
+        yield
+        return
     with ExitStack() as stack:
         if state is not None:
             stack.callback(set_random_state, random_state(tuple(index for index, _ in state[1])))

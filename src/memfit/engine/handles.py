@@ -10,8 +10,9 @@ import torch
 
 from memfit.engine.cell import Geometry, Handle, view_of
 from memfit.engine.filing import file, is_plain, unpin_all
-from memfit.engine.need import drop_need, materialise
+from memfit.engine.need import drop_need
 from memfit.engine.private import put_back, take_off, version_of
+from memfit.engine.replaying import materialise
 
 if TYPE_CHECKING:
     from memfit.engine.tape import Tape

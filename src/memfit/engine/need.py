@@ -1,4 +1,4 @@
-"""Who needs what: the reference counts that say which sources an evicted cell's recipe must keep, and the replay itself.
+"""Who needs what: the reference counts that say which sources an evicted cell's recipe must keep.
 
 A cell's need is the number of pending handles on it plus the number of wanted calls that read it. A needed cell is either held
 strongly or its call is wanted; a wanted call needs all its inputs. So every source lives exactly as long as something evicted
@@ -8,17 +8,11 @@ All walks are iterative: a recurrent network makes chains far longer than Python
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from memfit.core.errors import CertificateError
-from memfit.engine.ambient import random_state, same_random_state, surroundings
-from memfit.engine.cell import Call, Cell, Slot, view_of
-from memfit.engine.fingerprint import fingerprint
-
-if TYPE_CHECKING:
-    from memfit.engine.observing import Counts
+from memfit.engine.cell import Call, Cell
 
 
 def add_need(cell: Cell, count: int = 1) -> bool:
@@ -81,201 +75,6 @@ def let_go(cell: Cell) -> bool:
     return True
 
 
-def materialise(cell: Cell, verify: bool, counts: Counts) -> int:
-    """Replay what the cell's content is made from; afterwards `cell.storage` holds it. Returns the number of replayed calls.
-
-    verify: also compare generators and external sources before and after each call; what was compared is added to `counts`.
-    Raises CertificateError where a comparison fails.
-    """
-    assert cell.call is not None
-    assert cell.need > 0
-    assert cell.storage is None
-    calls: dict[Call, None] = {}
-    stack = [cell.call]
-    while stack:
-        call = stack.pop()
-        if call in calls:
-            continue
-        calls[call] = None
-        for source in call.inputs:
-            if source.storage is None:
-                if source.call is None:
-                    raise CertificateError(
-                        f"memfit cannot restore the output of {call.place}: one of its inputs was overwritten in a way "
-                        "it did not see. The step was stopped before a wrong gradient. Run again with `--verify always` "
-                        "or exclude the place by planning with a larger budget, and please report it."
-                    )
-                stack.append(source.call)
-    made: set[Cell] = set()
-    for call in sorted(calls, key=lambda each: (each.seq, each.makes)):  # a call's noise before its product
-        _run(call, made, verify, counts)
-    assert cell.storage is not None
-    return len(calls)
-
-
-def _run(call: Call, made: set[Cell], verify: bool, counts: Counts) -> None:
-    """Replay one call and hand its results to the cells that need them."""
-    wanted = {position: each for position, ref in call.outputs.items() if (each := ref()) is not None}
-    wanted = {position: each for position, each in wanted.items() if each.need > 0 and each.storage is None}
-    num_internal = sum(position.startswith("in") for position in wanted) if call.makes == "out" else 0
-    arguments, written = _arguments(call, made, want_internal=num_internal > 0)
-    before = _Outside(call) if verify else None
-    saved = _replay(call, arguments, num_internal < len(wanted), wanted)
-    if before is not None:
-        before.compare(counts)
-    if written is not None and "mut0" in wanted:
-        saved["mut0"] = written.untyped_storage()
-    for position, each in wanted.items():
-        storage = saved.get(position)
-        if storage is None or storage.nbytes() != each.nbytes:
-            found = "nothing" if storage is None else f"{storage.nbytes()} bytes"
-            raise CertificateError(
-                f"replaying {call.place} gave {found} where {each.nbytes} bytes were saved ({position}): the call does not "
-                "repeat itself. The step was stopped before a wrong gradient; please report the place."
-            )
-        if each.fingerprint is not None and fingerprint(storage) != each.fingerprint:
-            counts.num_mismatched += 1
-            counts.mismatched_places.append(call.place)
-            raise CertificateError(
-                f"the restored content of {call.place} ({position}) differs from what was evicted: the call does not repeat "
-                "itself bit for bit. The step was stopped before a wrong gradient; please report the place."
-            )
-        each.storage = storage
-        made.add(each)
-        call.num_wanted -= 1
-    if call.num_wanted == 0:
-        for source in call.inputs:
-            drop_need(source)
-
-
-class _Outside:
-    """What a replay must leave as it is: the generators, and what the call reads or would have written outside the tape
-    (parameters, inputs, a batch norm's running statistics)."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._devices = tuple({v.cell.device.index for v in call.values if v.cell.device.type == "cuda"})
-        self._state = random_state(self._devices)
-        self._sources = {
-            value.cell: (storage, fingerprint(storage))
-            for value in call.values
-            if value.cell.call is None
-            and (storage := value.cell.ref() if value.scratch else value.cell.living_storage()) is not None
-        }
-
-    def compare(self, counts: Counts) -> None:
-        """Compare with what is there now, and count. Raises CertificateError where something differs."""
-        counts.num_generator_checks += 1
-        if not same_random_state(self._state, random_state(self._devices)):
-            counts.num_generators_moved += 1
-            raise CertificateError(f"replaying {self._call.place} moved the random generator; the step was stopped.")
-        for cell, (storage, number) in self._sources.items():
-            if cell not in counts.sources:
-                counts.sources.add(cell)
-                counts.num_sources_checked += 1
-            if fingerprint(storage) != number:
-                counts.num_sources_changed += 1
-                raise CertificateError(
-                    f"replaying {self._call.place} wrote to one of its inputs ({cell.nbytes} bytes), which plain PyTorch does not "
-                    "do a second time. The step was stopped before it could do harm; please report the place."
-                )
-
-
-def _arguments(call: Call, made: set[Cell], want_internal: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Tensors for the call's values, and the private tensor it will overwrite, if it overwrites one.
-
-    Inputs are fresh leaves that require gradients where the originals did, so that the same kernels are chosen and the same
-    tensors are saved as in the first run.
-    """
-    written_cell = call.values[call.writes].cell if call.writes is not None else None
-    private: torch.UntypedStorage | None = None
-    tensors = []
-    for index, value in enumerate(call.values):
-        if value.scratch:
-            dtype, _, size, _ = value.geometry
-            tensors.append(torch.zeros(size, dtype=dtype, device=value.cell.device))
-            continue
-        storage = value.cell.storage
-        assert storage is not None
-        if value.cell.probe is not None and value.cell.probe._version != value.cell.probe_version:
-            raise CertificateError(
-                f"an input of {call.place} was overwritten after the call in a way memfit was not told of (by compiled code, say), so "
-                "what it computed cannot be had again. The step was stopped before a wrong gradient. Keep the input unchanged until "
-                "backward, or exclude the place by planning with a larger budget."
-            )
-        if value.cell is written_cell:
-            if private is None:
-                is_last_reader = value.cell in made and value.cell.need == 1 and not value.cell.pinned
-                private = storage if is_last_reader else storage.clone()
-            storage = private
-        tensor = value.tensor(storage)
-        if value.requires_grad:
-            if index != call.writes:
-                tensor.requires_grad_()
-            elif want_internal:
-                with torch.enable_grad():
-                    tensor = _Interior.apply(torch.empty(0, requires_grad=True), tensor)
-        tensors.append(tensor)
-    return tensors, tensors[call.writes] if call.writes is not None else None
-
-
-class _Stop(BaseException):
-    """Raised from the recording hook once every cast copy wanted has been saved: the call itself need not run.
-
-    No error, so no Exception: a replayed function that catches its own errors must let it pass.
-    """
-
-
-def _replay(
-    call: Call, tensors: list[torch.Tensor], want_outputs: bool, wanted: dict[str, Cell]
-) -> dict[str, torch.UntypedStorage]:
-    """Run the call; the storages of its internal tensors ('in…') and, if wanted, of its results ('out…')."""
-    found: dict[str, torch.UntypedStorage] = {}
-    missing = {position for position in wanted if position.startswith("in")}
-    may_stop = call.stops_early and not want_outputs
-    counter = 0
-
-    def pack(tensor: torch.Tensor) -> None:
-        nonlocal counter
-        position = f"in{counter}"
-        counter += 1
-        if position in missing:
-            missing.discard(position)
-            found[position] = tensor.untyped_storage()
-            if not missing and may_stop:
-                raise _Stop
-        return
-
-    with (
-        surroundings(call.random_state, call.autocast, call.attention_flags),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(pack, _never_unpacked),
-    ):
-        try:
-            result = call.func(*_fill(call.args, tensors), **_fill(call.kwargs, tensors))
-        except _Stop:
-            return found
-    if want_outputs:
-        for number, tensor in enumerate(tensors_in(result)):
-            found.setdefault(f"{call.makes}{number}", tensor.untyped_storage())
-    return found
-
-
-def _fill(template: Any, tensors: list[torch.Tensor]) -> Any:
-    """The template with tensors[i] for each Slot(i). (A nested function would be a cycle that holds the tensors.)"""
-    if type(template) is Slot:
-        return tensors[template]
-    if type(template) in (list, tuple):
-        return type(template)(_fill(each, tensors) for each in template)
-    if type(template) is dict:
-        return {key: _fill(each, tensors) for key, each in template.items()}
-    return template
-
-
-def _never_unpacked(_: None) -> torch.Tensor:
-    raise AssertionError("a replayed call's graph is never run backward")
-
-
 def tensors_in(result: Any) -> list[torch.Tensor]:
     """The tensors of a nested result, in a fixed order."""
     if isinstance(result, torch.Tensor):
@@ -285,15 +84,3 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
     if isinstance(result, dict):
         return [tensor for each in result.values() for tensor in tensors_in(each)]
     return []
-
-
-class _Interior(torch.autograd.Function):
-    """The given tensor as an interior node of a graph: a leaf that requires a gradient must not be overwritten in place."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return view_of(tensor.untyped_storage(), (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
-        raise AssertionError("a replayed call's graph is never run backward")
