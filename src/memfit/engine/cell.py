@@ -7,8 +7,9 @@ recipe: a function with its arguments as values. A Handle stands in autograd's g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,49 +47,24 @@ class Cell:
     pinned: held until backward begins, needed or not.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "call",
-        "device",
-        "evict",
-        "exposed",
-        "fingerprint",
-        "handles",
-        "keep",
-        "nbytes",
-        "need",
-        "pending",
-        "pinned",
-        "position",
-        "previous",
-        "probe",
-        "probe_version",
-        "ref",
-        "storage",
-        "version",
-        "written",
-    )  # fmt: skip
+    call: Call | None = None
+    position = ""
+    previous: Cell | None = None
+    storage: torch.UntypedStorage | None = None
+    need = 0
+    keep = evict = exposed = written = pinned = False
+    handles: tuple[weakref.ref[Handle], ...] = ()  # filled while measuring or guarding only
+    pending: tuple[weakref.ref[Handle], ...] = ()  # evicted handles, some of them restored since
+    fingerprint: int | None = None
+    probe: torch.Tensor | None = None  # tells of writes the tape is not told of (external sources only)
+    probe_version = 0
+    # Defaults of the class and no __slots__: most cells never need most of these, and setting them took half a microsecond each.
 
     def __init__(self, ref: StorageRef, nbytes: int, device: torch.device, version: int) -> None:
-        self.call: Call | None = None
-        self.position = ""
-        self.previous: Cell | None = None
         self.ref = ref
         self.nbytes = nbytes
         self.device = device
         self.version = version
-        self.storage: torch.UntypedStorage | None = None
-        self.need = 0
-        self.keep = False
-        self.evict = False
-        self.exposed = False
-        self.written = False
-        self.pinned = False
-        self.handles: list[weakref.ref[Handle]] = []  # filled while measuring or guarding only
-        self.pending: list[weakref.ref[Handle]] = []  # evicted handles, some of them restored since
-        self.fingerprint: int | None = None
-        self.probe: torch.Tensor | None = None  # tells of writes the tape is not told of (external sources only)
-        self.probe_version = 0
 
     def living_storage(self) -> torch.UntypedStorage | None:
         """The content wherever it lives, or None if it is gone or was overwritten."""
@@ -109,8 +85,6 @@ class Cell:
 
 class PackedCell(Cell):
     """The bits of a dropout's noise: a source that comes to life when something needs it while the noise is there."""
-
-    __slots__ = ("dtype", "noise", "num_elements", "tape")
 
     def __init__(self, tape: Tape, noise: Cell, num_elements: int, dtype: torch.dtype) -> None:
         super().__init__(noise.ref, packed_bytes(num_elements), noise.device, 0)
@@ -153,6 +127,9 @@ class Slot(int):
     """Marks the place of values[i] in a call's argument template."""
 
 
+At = tuple[int, str, int, int, str]  # section, module path, invocation, ordinal, function
+
+
 class Call:
     """A recorded tensor function call.
 
@@ -162,53 +139,44 @@ class Call:
     stops_early: the internal tensors are arguments brought into form, saved before the work begins, so that a replay for them alone may
         stop there.
     writes: index of the value the call overwrites in place, or None. outputs: cells by position.
+    may_evict: False where the plan keeps all that the call makes.
     num_wanted: how many of its cells are needed and not held (the call is to be replayed while this is positive).
     """
 
-    __slots__ = (
-        "args",
-        "attention_flags",
-        "autocast",
-        "func",
-        "inputs",
-        "kwargs",
-        "location",
-        "makes",
-        "module",
-        "num_saved",
-        "num_wanted",
-        "outputs",
-        "place",
-        "random_state",
-        "seq",
-        "stops_early",
-        "values",
-        "writes",
-    )  # fmt: skip
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    values: Sequence[Value] = ()
+    inputs: tuple[Cell, ...] = ()
+    writes: int | None = None
+    random_state: RandomState | None = None
+    autocast: Autocast = ()
+    attention_flags: tuple[bool, ...] | None = None
+    num_wanted = num_saved = 0
+    may_evict = True
+    makes = "out"
+    stops_early = False
 
-    def __init__(self, func: Callable[..., Any], place: str, module: str, location: str, seq: int) -> None:
+    def __init__(self, func: Callable[..., Any], at: At, location: str, seq: int) -> None:
         self.func = func
-        self.place = place
-        self.module = module
+        self.at = at
         self.location = location
         self.seq = seq
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.values: list[Value] = []
-        self.inputs: tuple[Cell, ...] = ()
-        self.writes: int | None = None
         self.outputs: dict[str, weakref.ref[Cell]] = {}
-        self.random_state: RandomState | None = None
-        self.autocast: Autocast = ()
-        self.attention_flags: tuple[bool, ...] | None = None
-        self.num_wanted = 0
-        self.num_saved = 0
-        self.makes = "out"
-        self.stops_early = False
+
+    @property
+    def place(self) -> str:
+        """The call's identity across steps (see engine.places)."""
+        section, path, invocation, ordinal, name = self.at
+        return f"{section}|{path}#{invocation}/{ordinal}:{name}"
+
+    @property
+    def module(self) -> str:
+        """The path of the module it ran in."""
+        return self.at[1]
 
     def part(self) -> Call:
         """Another recipe at the same place, as yet with no outputs."""
-        part = Call(self.func, self.place, self.module, self.location, self.seq)
+        part = Call(self.func, self.at, self.location, self.seq)
         part.args, part.kwargs, part.values, part.inputs = self.args, self.kwargs, self.values, self.inputs
         part.random_state, part.autocast, part.attention_flags = self.random_state, self.autocast, self.attention_flags
         part.stops_early = self.stops_early
@@ -250,7 +218,8 @@ class Handle:
             alias.data = _no_bytes(alias.dtype, alias.device)
 
     def __del__(self) -> None:
-        self.tape.on_drop(self)
+        if self.alias is None or self.tape.observer is not None:
+            self.tape.on_drop(self)
 
 
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,17 +70,22 @@ def pin_source(tape: Tape, cell: Cell, tensor: torch.Tensor) -> bool:
 def file(tape: Tape, tensor: torch.Tensor) -> Cell:
     """A new cell for the tensor's storage, filed under it; external until somebody adopts it."""
     storage = tensor.untyped_storage()
-    ref = StorageRef(storage, partial(_on_storage_death, tape))
+    ref = StorageRef(storage, tape.on_storage_death)
     ref.key = storage._cdata
     cell = Cell(ref, storage.nbytes(), tensor.device, tensor._version)
     tape.cells[ref.key] = cell
     return cell
 
 
-def _on_storage_death(tape: Tape, ref: Any) -> None:
-    cell = tape.cells.get(ref.key)
-    if cell is not None and cell.ref is ref:
-        del tape.cells[ref.key]
+def forget_dead(cells: dict[int, Cell]) -> Callable[[Any], None]:
+    """What the reference to a storage calls when it dies: its cell leaves the table, if it is still filed there."""
+
+    def forget(ref: Any) -> None:
+        cell = cells.get(ref.key)
+        if cell is not None and cell.ref is ref:
+            del cells[ref.key]
+
+    return forget
 
 
 def cell_if_known(tape: Tape, tensor: torch.Tensor) -> Cell | None:

@@ -49,6 +49,8 @@ def pack_saved(tape: Tape, tensor: torch.Tensor) -> Any:
                 tape.observer.on_internal(call)
     if cell is None:
         cell = file(tape, tensor)
+    if call is not None and not (call.may_evict or cell.evict or tape.record_all):
+        return _keep(tensor)
     handle = Handle(tape, cell, tensor)
     if call is not None:
         tape.saved_now.append(handle)

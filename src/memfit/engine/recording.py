@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +18,11 @@ from memfit.engine.location import user_line
 from memfit.engine.need import tensors_in
 from memfit.engine.packing import draw, unpack
 from memfit.engine.policy import CallPolicy
+from memfit.engine.traits import TRAITS
 from memfit.engine.writes import before_write, follow_alien_write, forget
+
+_SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.Size})
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 if TYPE_CHECKING:
     from memfit.engine.places import Frame
@@ -23,48 +30,44 @@ if TYPE_CHECKING:
 
 
 def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Frame, entry: CallPolicy | None) -> Any:
-    name = functions.name_of(func)
-    if entry is not None and entry.function != name:
+    traits = TRAITS[func]
+    if entry is not None and entry.function != traits.name:
         entry = None  # the program took another way this time: nothing planned here
     values: list[torch.Tensor] = []
-    template_args = tuple(_strip(each, values) for each in args)
-    template_kwargs = {key: _strip(each, values) for key, each in kwargs.items()} if kwargs else {}
-    place = f"{tape.places.section}|{frame.path}#{frame.invocation}/{frame.ordinal}:{name}"
+    template = tuple([each if each.__class__ in _SCALARS else _strip(each, values) for each in args])
+    keywords = {key: _strip(each, values) for key, each in kwargs.items()} if kwargs else kwargs
     tape.seq += 1
-    call = Call(func, place, frame.path, user_line(3) if tape.observer is not None else "", tape.seq)
+    at = (tape.places.section, frame.path, frame.invocation, frame.ordinal, traits.name)
+    call = Call(func, at, user_line(3) if tape.observer is not None else "", tape.seq)
+    call.may_evict = entry is None or bool(entry.evict)
     is_recipe = (
-        PLAIN_TYPES.issuperset(types)
-        and not functions.is_foreign(func)
-        and "out" not in kwargs
-        and kwargs.get("generator") is None
-        and not functions.written_lists(func, args)
-        and all(map(is_plain, values))
+        traits.is_repeatable
+        and not traits.writes_lists
+        and (not types or PLAIN_TYPES.issuperset(types))
+        and (not kwargs or ("out" not in kwargs and kwargs.get("generator") is None))
     )
+    for tensor in values:
+        is_recipe = is_recipe and is_plain(tensor)
     versions = [tensor._version for tensor in values]
     if is_recipe:
-        call.args, call.kwargs = template_args, template_kwargs
+        call.args, call.kwargs = template, keywords
         call.values = [Value(cell_of(tape, t), geometry_of(t), t.requires_grad) for t in values]
-        statistics = functions.written_statistics(func, args, kwargs)
-        is_recipe = not (statistics and functions.saves_statistics(func))
-        for tensor, value in zip(values, call.values, strict=True):
-            if any(tensor is each for each in statistics):
-                value.scratch = True
-                before_write(tape, tensor)
+        if traits.has_statistics:
+            is_recipe = _note_statistics(tape, call, values, functions.written_statistics(func, args, kwargs))
         call.autocast = autocast_state()
-        if name in functions.READS_ATTENTION_FLAGS:
+        if traits.reads_attention_flags:
             call.attention_flags = attention_flags()
-        if any(t.is_cuda for t in values) and not functions.is_reproducible_on_cuda(func):
-            is_recipe = torch.are_deterministic_algorithms_enabled()
+        if not traits.is_reproducible_on_cuda and any(t.is_cuda for t in values):
+            is_recipe = is_recipe and torch.are_deterministic_algorithms_enabled()
         if entry is not None or tape.pin_sources:
             for tensor, value in zip(values, call.values, strict=True):
-                if not value.scratch and value.cell.call is None:
+                if value.cell.call is None and not value.scratch:
                     is_recipe = pin_source(tape, value.cell, tensor) and is_recipe
     maybe_written: list[tuple[int, Cell | None]] = []
-    if functions.may_write(func, args, kwargs):
+    if (kwargs or not traits.is_plain) and functions.may_write(func, args, kwargs):
         targets = values[:1] if is_recipe else values
         maybe_written = [(index, before_write(tape, tensor)) for index, tensor in enumerate(targets)]
-    draws = functions.may_draw(func)
-    if draws:
+    if traits.draws:
         devices = tuple({t.device.index for t in values if t.is_cuda})
         tape.paused += 1
         state = random_state(devices)
@@ -82,12 +85,12 @@ def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Fra
     finally:
         tape.current = outer_call
         saved, tape.saved_now = tape.saved_now, outer_saved
-    if draws:
+    if traits.draws:
         tape.paused += 1
         if not same_random_state(state, random_state(devices)):
             call.random_state = state
         tape.paused -= 1
-    call.stops_early = call.random_state is None and (bool(call.autocast) or name in functions.SAVES_BEFORE_WORK)
+    call.stops_early = call.random_state is None and (bool(call.autocast) or traits.stops_early)
     for index, cell in maybe_written:
         if cell is not None and values[index]._version == versions[index]:
             cell.written = False
@@ -100,9 +103,21 @@ def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Fra
     return result
 
 
+def _note_statistics(tape: Tape, call: Call, values: list[torch.Tensor], statistics: tuple[torch.Tensor, ...]) -> bool:
+    """Mark the values that the call overwrites and does not read. False where it cannot be had again for all that."""
+    for tensor, value in zip(values, call.values, strict=True):
+        if any(tensor is each for each in statistics):
+            value.scratch = True
+            before_write(tape, tensor)
+    return not (statistics and functions.saves_statistics(call.func))
+
+
 def _settle_writes(tape: Tape, call: Call, values: list[torch.Tensor], versions: list[int], is_recipe: bool) -> bool:
     """Find what the call overwrote: argument 0 gets a successor cell; anything else but statistics is no recipe."""
     written = [index for index, tensor in enumerate(values) if tensor._version != versions[index]]
+    if is_recipe and not written and not TRAITS[call.func].has_statistics:
+        call.inputs = tuple(dict.fromkeys([value.cell for value in call.values]))
+        return True
     for tensor, value in zip(values, call.values, strict=False):
         if value.scratch:
             forget(tape, tensor)
@@ -123,11 +138,7 @@ def _settle_writes(tape: Tape, call: Call, values: list[torch.Tensor], versions:
         for index in written:
             forget(tape, values[index])
         call.writes = None
-    seen: dict[Cell, None] = {}
-    for value in call.values:
-        if not value.scratch:
-            seen[value.cell] = None
-    call.inputs = tuple(seen)
+    call.inputs = tuple(dict.fromkeys([value.cell for value in call.values if not value.scratch]))
     if call.writes is not None and not _is_restorable(call.values[0].cell):
         forget(tape, values[0])
         call.writes = None
@@ -239,15 +250,20 @@ def _adopt(cell: Cell, call: Call, position: str, cells: list[Cell]) -> None:
     cells.append(cell)
 
 
-def needs_gradient(argument: Any) -> bool:
-    """Whether any tensor in the nested argument requires a gradient."""
-    if isinstance(argument, torch.Tensor):
-        return argument.requires_grad
-    if isinstance(argument, (list, tuple)):
-        return any(needs_gradient(each) for each in argument)
-    if isinstance(argument, dict):
-        return any(needs_gradient(each) for each in argument.values())
-    return False
+def needs_gradient(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether any tensor in the nested arguments requires a gradient."""
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif (isinstance(each, (list, tuple)) and needs_gradient(each, _NONE)) or (
+            isinstance(each, dict) and needs_gradient(each.values(), _NONE)
+        ):
+            return True
+    return bool(kwargs) and needs_gradient(kwargs.values(), _NONE)
+
+
+_slot = cache(Slot)
 
 
 def _strip(argument: Any, values: list[torch.Tensor]) -> Any:
@@ -255,9 +271,9 @@ def _strip(argument: Any, values: list[torch.Tensor]) -> Any:
     if isinstance(argument, torch.Tensor):
         for index, value in enumerate(values):
             if value is argument:  # functions ask `key is query`: one tensor stays one tensor
-                return Slot(index)
+                return _slot(index)
         values.append(argument)
-        return Slot(len(values) - 1)
+        return _slot(len(values) - 1)
     kind = type(argument)
     if kind in (list, tuple):
         return kind(_strip(each, values) for each in argument)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from memfit.core.errors import UnsupportedError
 from memfit.engine import functions
 from memfit.engine.cell import Call, Cell, Handle, view_of
-from memfit.engine.filing import unpin_all, unpin_dead
+from memfit.engine.filing import forget_dead, unpin_all, unpin_dead
 from memfit.engine.fingerprint import fingerprint
 from memfit.engine.handles import pack_saved, unpack_saved
 from memfit.engine.need import add_need, drop_need, let_go
@@ -56,6 +56,7 @@ class Tape(TorchFunctionMode):
         self.counts = Counts()
         self.places = Places()
         self.cells: dict[int, Cell] = {}
+        self.on_storage_death = forget_dead(self.cells)
         self.pins: list[Cell] = []
         self.paused = 0
         self.num_packing = 0
@@ -238,7 +239,7 @@ class Tape(TorchFunctionMode):
         if self.places.backward_seen:
             self.places.begin_section(self.places.section + 1)
         entry = None
-        is_differentiable = (frame.planned is not None or self.record_all) and needs_gradient((args, kwargs))
+        is_differentiable = (frame.planned is not None or self.record_all) and needs_gradient(args, kwargs)
         if is_differentiable:
             frame.ordinal += 1
             entry = frame.planned.get(frame.ordinal) if frame.planned is not None else None
@@ -285,7 +286,7 @@ class Tape(TorchFunctionMode):
         cell = self.cells.get(handle.alias.untyped_storage()._cdata, handle.cell)  # a successor, if written in place
         handle.cell = cell
         if self.observer is not None:
-            cell.handles.append(weakref.ref(handle))
+            cell.handles += (weakref.ref(handle),)
             self.observer.on_save(handle, call)
         if cell.evict and not cell.written:
             self.evict_handle(handle)
@@ -308,7 +309,7 @@ class Tape(TorchFunctionMode):
             self.observer.on_evicted(handle)
         handle.let_go()
         self.num_pending += 1
-        cell.pending.append(weakref.ref(handle))
+        cell.pending += (weakref.ref(handle),)
         self.counts.num_evicted += 1
         return True
 

@@ -13,7 +13,7 @@ from memfit.engine import functions
 class Traits:
     """kind: see functions.kind_of. has_statistics: it may overwrite running statistics. writes_lists: see functions.written_lists.
     is_repeatable: a replay can do again what it does. reads_attention_flags: its kernel depends on them. stops_early: what it saves
-    inside are its arguments brought into form. draws: it may move a random generator."""
+    inside are its arguments brought into form. draws: it may move a random generator. is_reproducible_on_cuda: its kernels there are."""
 
     name: str
     kind: str
@@ -25,6 +25,7 @@ class Traits:
     reads_attention_flags: bool
     stops_early: bool
     draws: bool
+    is_reproducible_on_cuda: bool
 
 
 class _Table(dict[Callable[..., Any], Traits]):
@@ -41,6 +42,7 @@ class _Table(dict[Callable[..., Any], Traits]):
             reads_attention_flags=name in functions.READS_ATTENTION_FLAGS,
             stops_early=name in functions.SAVES_BEFORE_WORK,
             draws=functions.may_draw(func),
+            is_reproducible_on_cuda=functions.is_reproducible_on_cuda(func),
         )
         return traits
 

@@ -83,7 +83,7 @@ def follow_alien_write(tape: Tape, cell: Cell) -> None:
         tape.counts.num_kept_instead += 1
         tape.num_pending -= 1
         drop_need(cell)
-    cell.pending.clear()
+    cell.pending = ()
 
 
 def let_out(tape: Tape, tensor: torch.Tensor) -> None:
