@@ -171,3 +171,16 @@ def test_a_function_mode_comes_off_only_from_the_top_and_goes_back_only_where_it
         torch.zeros(2)
     assert mode.names == ["zeros"]
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_only_wrappers_of_a_transform_have_a_level() -> None:
+    levels = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        levels.append(private.transform_level(x))
+        return x.sin()
+
+    x = torch.ones(3)
+    torch.func.vmap(function)(x)
+    assert levels == [1]
+    assert private.transform_level(x) == -1

@@ -10,7 +10,7 @@ import torch
 
 from memfit.engine.cell import Cell, StorageRef, probe_of
 from memfit.engine.need import let_go
-from memfit.engine.private import is_transformed, num_holders
+from memfit.engine.private import num_holders, transform_level
 
 if TYPE_CHECKING:
     from memfit.engine.tape import Tape
@@ -127,7 +127,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.dtype in _PLAIN_DTYPES
         and not tensor.is_neg()
-        and not is_transformed(tensor)
+        and transform_level(tensor) == -1
     )
 
 

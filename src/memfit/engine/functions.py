@@ -7,7 +7,7 @@ worst case (it may write, it may draw).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -386,7 +386,7 @@ def is_dropout(func: Callable[..., Any]) -> bool:
     return func is torch.nn.functional.dropout or func is torch.dropout
 
 
-def dropout_probability(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def dropout_probability(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
     """The p of a call of such a function."""
     return float(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
 

@@ -17,6 +17,9 @@ from memfit.engine.cell import Call, Cell
 
 def add_need(cell: Cell, count: int = 1) -> bool:
     """Count `count` new needs on the cell. False (and nothing changed) if its content could not be brought back."""
+    if cell.need or cell.storage is not None:  # the common case: counted already
+        cell.need += count
+        return True
     counted: list[tuple[Cell, int]] = []
     wanted: list[Call] = []
     held: list[Cell] = []
@@ -49,6 +52,9 @@ def add_need(cell: Cell, count: int = 1) -> bool:
 
 def drop_need(cell: Cell, count: int = 1) -> None:
     """Take back `count` needs; release what nobody needs any more."""
+    if cell.need > count:
+        cell.need -= count
+        return
     stack = [(cell, count)]
     while stack:
         current, number = stack.pop()

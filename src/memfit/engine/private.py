@@ -123,9 +123,9 @@ def run_backward(tensors: Any, gradients: Any, retain_graph: bool | None, create
     )
 
 
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a wrapper of a `torch.func` transform (vmap, grad, jvp), whose storage is not its own."""
-    return torch._C._functorch.maybe_get_level(tensor) != -1
+# The level of the `torch.func` transform (vmap, grad, jvp) whose wrapper the tensor is, -1 for one whose storage is its own.
+# (Bound once: it is asked for every tensor of a recorded call.)
+transform_level: Callable[[torch.Tensor], int] = torch._C._functorch.maybe_get_level
 
 
 def keywords_of_module_call() -> dict[str, Any]:

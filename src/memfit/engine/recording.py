@@ -39,7 +39,7 @@ def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Fra
     tape.seq += 1
     at = (tape.places.section, frame.path, frame.invocation, frame.ordinal, traits.name)
     call = Call(func, at, user_line(3) if tape.observer is not None else "", tape.seq)
-    call.may_evict = entry is None or bool(entry.evict)
+    call.may_evict = entry is None or bool(entry.evict) or traits.draws  # noise is packed by the handle on it
     is_recipe = (
         traits.is_repeatable
         and not traits.writes_lists
@@ -90,7 +90,7 @@ def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Fra
         if not same_random_state(state, random_state(devices)):
             call.random_state = state
         tape.paused -= 1
-    call.stops_early = call.random_state is None and (bool(call.autocast) or traits.stops_early)
+    call.stops_early = (traits.stops_early or bool(call.autocast)) and call.random_state is None
     for index, cell in maybe_written:
         if cell is not None and values[index]._version == versions[index]:
             cell.written = False
@@ -161,7 +161,8 @@ def _settle_results(
     saved: list[Handle],
 ) -> list[Cell]:
     """Cells for what the call made: an overwritten argument, internal tensors seen by the hooks, results."""
-    cells: list[Cell] = [each for ref in call.outputs.values() if (each := ref()) is not None]
+    cells: list[Cell] = [each for ref in call.outputs.values() if (each := ref()) is not None] if call.outputs else []
+    has_internal = bool(cells)
     if call.writes is not None:
         old = call.values[call.writes].cell
         old.written = True
@@ -177,7 +178,7 @@ def _settle_results(
             continue
         known = tape.cells.get(tensor.untyped_storage()._cdata)
         if known is None:
-            _adopt(file(tape, tensor), call, f"out{number}", cells)
+            _adopt(file(tape, tensor), call, f"out{number}" if number else "out0", cells)
         elif known.call is call and known.position.startswith("in"):
             del call.outputs[known.position]
             known.position = f"out{number}"
@@ -192,14 +193,20 @@ def _settle_results(
         if entry is not None and "mut0" in entry.pin and (written := cell_if_known(tape, values[0])) is not None:
             tape.pin(written)  # content from outside, overwritten: what the plan keeps is the result
         return cells
-    _split(tape, call, values, cells, saved)
-    for cell in cells:
-        if entry is not None:
-            cell.evict = cell.position in entry.evict
-            cell.keep = cell.position in entry.keep or cell.position in entry.pin
-            if cell.position in entry.pin:
+    if has_internal:
+        _split(tape, call, values, cells, saved)
+    if entry is not None:
+        for cell in cells:
+            position = cell.position
+            if position in entry.evict:
+                cell.evict = True
+            if position in entry.pin:
+                cell.keep = True
                 tape.pin(cell)
-        elif tape.places.policy is not None:
+            elif position in entry.keep:
+                cell.keep = True
+    elif tape.places.policy is not None:
+        for cell in cells:
             cell.keep = True
     return cells
 

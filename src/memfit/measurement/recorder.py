@@ -25,7 +25,7 @@ from memfit.engine import packing
 from memfit.engine.cell import Call, Cell, Handle, PackedCell, StorageRef
 from memfit.engine.location import user_line
 from memfit.engine.need import tensors_in
-from memfit.engine.private import in_backward, is_transformed, num_holders, pop_dispatch_mode, top_dispatch_mode
+from memfit.engine.private import in_backward, num_holders, pop_dispatch_mode, top_dispatch_mode, transform_level
 from memfit.measurement.backends import Backend
 from memfit.measurement.collecting import CollectionWatch
 from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed
@@ -548,7 +548,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and tensor.layout is torch.strided
-        and not is_transformed(tensor)
+        and transform_level(tensor) == -1
     )
 
 
