@@ -41,7 +41,7 @@ class _Table(dict[Callable[..., Any], Traits]):
             is_repeatable=not functions.is_foreign(func),
             reads_attention_flags=name in functions.READS_ATTENTION_FLAGS,
             stops_early=name in functions.SAVES_BEFORE_WORK,
-            draws=functions.may_draw(func),
+            draws=kind is not functions.LOOKING and functions.may_draw(func),
             is_reproducible_on_cuda=functions.is_reproducible_on_cuda(func),
         )
         return traits
