@@ -332,10 +332,11 @@ def may_draw(func: Callable[..., Any]) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     if packet is None and name.startswith("__") and name.endswith("__"):
         packet = getattr(torch.ops.aten, name.strip("_"), None)
-    if not hasattr(packet, "overloads"):  # none of this name, or an attribute that every object has
+    overloads = getattr(packet, "overloads", None)
+    if overloads is None:  # none of this name, or an attribute that every object has
         return True
     tag = torch.Tag.nondeterministic_seeded
-    return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
+    return any(tag in getattr(packet, overload).tags for overload in overloads())
 
 
 @cache

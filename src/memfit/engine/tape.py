@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.core.errors import UnsupportedError
 from memfit.engine import functions
+from memfit.engine.aside import Aside
 from memfit.engine.cell import Call, Cell, Handle, view_of
 from memfit.engine.filing import forget_dead, unpin_all, unpin_dead
 from memfit.engine.fingerprint import fingerprint
@@ -27,7 +28,7 @@ from memfit.engine.observing import Counts, Observer
 from memfit.engine.packing import pack
 from memfit.engine.places import Places
 from memfit.engine.policy import Policy
-from memfit.engine.private import in_backward, is_in_compiled, put_back, run_backward, take_off
+from memfit.engine.private import in_backward, is_in_compiled, run_backward
 from memfit.engine.recording import needs_gradient, record
 from memfit.engine.traits import TRAITS
 from memfit.engine.writes import let_out, run_writing
@@ -65,7 +66,7 @@ class Tape(TorchFunctionMode):
         self.current: Call | None = None
         self.saved_now: list[Handle] = []
         self.num_pending = 0  # handles that hold nothing
-        self._depth_aside: int | None = None  # of the stack of function modes, while this one is not on it
+        self._aside = Aside(self)
         self._undo: list[Callable[[], None]] = []
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -86,21 +87,21 @@ class Tape(TorchFunctionMode):
             after.remove,
             before_optimizer.remove,
             after_optimizer.remove,
-            self._leave_stack,
+            self._aside.leave,
             lambda: saved.__exit__(),
         ]
         self.places.begin_section(0)
 
     def exit(self) -> None:
         """Take everything off again. Graphs that are still alive can still be run backward."""
-        self._come_back()
+        self._aside.come_back()
         while self._undo:
             self._undo.pop()()
         unpin_all(self)
 
     def end_step(self) -> None:
         """The optimizer has stepped: what lives on is content from outside, and places count from zero again."""
-        self._come_back()
+        self._aside.come_back()
         unpin_all(self)
         for cell in self.cells.values():
             if cell.need == 0:
@@ -180,7 +181,7 @@ class Tape(TorchFunctionMode):
                 self.on_root(module, args)
             if self.pins and not self.pin_sources and torch.is_grad_enabled():
                 unpin_dead(self)
-            self._come_back()
+            self._aside.come_back()
             self.places.begin_root()
         self.places.enter(module)
 
@@ -191,19 +192,10 @@ class Tape(TorchFunctionMode):
     def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> None:
         """Stand aside while the optimizer computes if nothing evicted waits for what it overwrites. (A closure is a program.)"""
         if not (self.record_all or self.paused or self.num_pending or len(args) > 1 or kwargs):
-            self._depth_aside = take_off(self)
+            self._aside.stand()
 
     def _after_optimizer(self, *_: Any) -> None:
-        self._come_back()
-
-    def _leave_stack(self) -> None:
-        if self._depth_aside is None:
-            self.__exit__(None, None, None)
-        self._depth_aside = None
-
-    def _come_back(self) -> None:
-        if self._depth_aside is not None and put_back(self, self._depth_aside):
-            self._depth_aside = None
+        self._aside.come_back()
 
     def _after_module(self, module: torch.nn.Module, _: Any, output: Any) -> None:
         if not self.paused:
@@ -214,17 +206,12 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         traits = TRAITS[func]
         frame = self.places.frame
-        if (
-            traits.is_looking
-            or (traits.is_plain and frame.planned is None and not self.record_all and not kwargs)
-            or self.paused
-        ):
+        is_unplanned = traits.is_plain and frame.planned is None and not self.record_all and not (kwargs and "out" in kwargs)
+        if is_unplanned or traits.is_looking or self.paused:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if traits.kind is functions.LETTING_OUT:
             let_out(self, args[0])
-            return func(*args, **kwargs)
-        if traits.is_plain and frame.planned is None and not self.record_all and "out" not in kwargs:
             return func(*args, **kwargs)
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             return self._run_backward(func, *args, **kwargs)
