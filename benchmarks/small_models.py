@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import memfit
 import oracle
@@ -75,11 +76,17 @@ def measure(workload: Workload, num_rounds: int = NUM_ROUNDS) -> Costs:
                 continue
             tape = Tape()
             recompute.apply(tape, moves, plan.untouched)
+            hooks = (
+                register_optimizer_step_pre_hook(tape.before_optimizer),
+                register_optimizer_step_post_hook(tape.after_optimizer),
+            )
             tape.enter()
             try:
                 seconds[name] += _time_steps(setup.step, tape.end_step)
             finally:
                 tape.exit()
+                for hook in hooks:
+                    hook.remove()
             counts = tape.counts
     low = {name: statistics.quantiles(each, n=4)[0] for name, each in seconds.items()}
     return Costs(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.core.plan import Move
 from memfit.engine.tape import Tape
@@ -48,9 +49,15 @@ class CountingTape(Tape):
 def tape() -> Iterator[CountingTape]:
     tape = CountingTape()
     recompute.apply(tape, [EVICT_EXP])
+    hooks = [
+        register_optimizer_step_pre_hook(tape.before_optimizer),
+        register_optimizer_step_post_hook(tape.after_optimizer),
+    ]
     tape.enter()
     yield tape
     tape.exit()
+    for hook in hooks:
+        hook.remove()
     assert torch._C._len_torch_function_stack() == 0
 
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from memfit.core.errors import UnsupportedError
@@ -77,16 +76,12 @@ class Tape(TorchFunctionMode):
         before = module_hooks.register_module_forward_pre_hook(self._before_module)
         after = module_hooks.register_module_forward_hook(self._after_module, always_call=True)
         self.pack_hook = partial(pack_saved, self)
-        before_optimizer = register_optimizer_step_pre_hook(self._before_optimizer)
-        after_optimizer = register_optimizer_step_post_hook(self._after_optimizer)
         saved = torch.autograd.graph.saved_tensors_hooks(self.pack_hook, partial(unpack_saved, self))
         self.__enter__()
         saved.__enter__()
         self._undo = [
             before.remove,
             after.remove,
-            before_optimizer.remove,
-            after_optimizer.remove,
             self._aside.leave,
             lambda: saved.__exit__(),
         ]
@@ -189,12 +184,14 @@ class Tape(TorchFunctionMode):
         """A module's forward pass begins."""
         self.places.enter(module)
 
-    def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> None:
-        """Stand aside while the optimizer computes if nothing evicted waits for what it overwrites. (A closure is a program.)"""
+    def before_optimizer(self, _: Any, args: Any, kwargs: Any) -> None:
+        """A hook for whoever has one before optimizer steps: stand aside if nothing evicted waits for what the optimizer overwrites. (A
+        closure is a program.) The tape registers none itself: it is taken off inside such hooks, while PyTorch goes through them."""
         if not (self.record_all or self.paused or self.num_pending or len(args) > 1 or kwargs):
             self._aside.stand()
 
-    def _after_optimizer(self, *_: Any) -> None:
+    def after_optimizer(self, *_: Any) -> None:
+        """The hook for after them."""
         self._aside.come_back()
 
     def _after_module(self, module: torch.nn.Module, _: Any, output: Any) -> None:

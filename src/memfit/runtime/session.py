@@ -249,8 +249,10 @@ class Session:
             self._check_before_first_update()
         if self._recorder is not None:
             self._recorder.set_phase("optimizer step")
+        self._tape.before_optimizer(optimizer, args, kwargs)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._tape.after_optimizer()
         if self._is_over or self._is_dead:
             return
         if self._recorder is not None:
