@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memfit.core.trace import PLACE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CallPolicy:
     """What to do with one call: record it as a recipe. The rest are positions of its cells.
 
@@ -42,6 +43,9 @@ class Policy:
         ('section|path#invocation') of these modules in which nothing is planned."""
         evicted, kept, pinned = _by_place(evict), _by_place(keep), _by_place(pin)
         self._sections: list[Section] = []
+        shared: dict[
+            CallPolicy, CallPolicy
+        ] = {}  # one object for all calls treated alike: the processor's cache has it at hand
         for place in {*replayed, *evicted, *kept, *pinned}:
             match = PLACE.fullmatch(place)
             assert match is not None, place
@@ -50,7 +54,8 @@ class Policy:
                 self._sections.append({})
             frames = self._frames(int(section), path, int(invocation))
             frame = frames[int(invocation)] or {}
-            frame[int(ordinal)] = CallPolicy(function, *(frozenset(each.get(place, ())) for each in (evicted, kept, pinned)))
+            entry = CallPolicy(sys.intern(function), *(frozenset(each.get(place, ())) for each in (evicted, kept, pinned)))
+            frame[int(ordinal)] = shared.setdefault(entry, entry)
             frames[int(invocation)] = frame
         for name in untouched:
             module, _, number = name.rpartition("#")
