@@ -144,7 +144,12 @@ def main() -> int:
     if unknown := [name for name in args.models.split(",") if name not in MODELS]:
         parser.error(f"unknown model {unknown[0]!r}; there are {', '.join(MODELS)}")
     torch.set_num_threads(1)
-    rows = [measure(MODELS[name], args.rounds) for name in args.models.split(",")]
+    rows = []
+    for name in args.models.split(","):
+        try:
+            rows.append(measure(MODELS[name], args.rounds))
+        except memfit.BudgetError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
     machine = describe_machine((*PACKAGES, "transformers"))
     document = {"format": "memfit-small-models", "version": 1, "clock": "cpu", "num_rounds": args.rounds, **machine}
     text = draw(document, rows)
