@@ -134,8 +134,9 @@ class Call:
     """A recorded tensor function call.
 
     args, kwargs: templates with Slot(i) where values[i] goes. inputs: the distinct cells a replay reads.
-    makes: 'out' where the results are cells out0, out1 …; for parts (see recording._split) 'in' for what makes a call's internal tensors,
-        'bits' for what makes those from which that is made. In this order of the alphabet they are replayed.
+    makes: 'out' where the results are cells out0, out1 …; for parts (see recording._split) 'in' for what makes a call's internal tensors
+        and nothing else, 'inner' for the whole call run for its internal tensors, 'bits' for what makes those from which one is made. They are
+        replayed in the order of the alphabet.
     stops_early: the internal tensors are arguments brought into form, saved before the work begins, so that a replay for them alone may
         stop there.
     writes: index of the value the call overwrites in place, or None. outputs: cells by position.

@@ -387,6 +387,19 @@ def is_dropout(func: Callable[..., Any]) -> bool:
     return func is torch.nn.functional.dropout or func is torch.dropout
 
 
+def is_batch_norm(func: Callable[..., Any]) -> bool:
+    """Whether the call may be a batch norm whose output follows from its input, weight, bias and what it saves of the statistics."""
+    return func is torch.nn.functional.batch_norm or func is torch.batch_norm
+
+
+def batch_norm_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Input, weight and bias of a call of such a function; None for what it has not."""
+    first = 3 if func is torch.nn.functional.batch_norm else 1
+    named = ((0, "input"), (first, "weight"), (first + 1, "bias"))
+    tensor, weight, bias = (args[index] if index < len(args) else kwargs.get(name) for index, name in named)
+    return tensor, weight, bias
+
+
 def dropout_probability(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
     """The p of a call of such a function."""
     return float(args[1] if len(args) > 1 else kwargs.get("p", 0.5))

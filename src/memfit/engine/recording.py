@@ -16,6 +16,7 @@ from memfit.engine.cell import Call, Cell, Handle, PackedCell, Slot, Value, geom
 from memfit.engine.filing import PLAIN_TYPES, cell_if_known, cell_of, file, is_plain, pin_source
 from memfit.engine.location import user_line
 from memfit.engine.need import tensors_in
+from memfit.engine.normalising import can_normalise, normalise
 from memfit.engine.packing import draw, unpack
 from memfit.engine.policy import CallPolicy
 from memfit.engine.traits import TRAITS
@@ -39,7 +40,7 @@ def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Fra
     tape.seq += 1
     at = (tape.places.section, frame.path, frame.invocation, frame.ordinal, traits.name)
     call = Call(func, at, user_line(3) if tape.observer is not None else "", tape.seq)
-    call.may_evict = entry is None or bool(entry.evict) or traits.draws  # noise is packed by the handle on it
+    call.may_evict = entry is None or bool(entry.evict) or traits.draws or traits.has_statistics  # recipes read what they save
     is_recipe = (
         traits.is_repeatable
         and not traits.writes_lists
@@ -213,7 +214,8 @@ def _settle_results(
 
 def _split(tape: Tape, call: Call, values: list[torch.Tensor], cells: list[Cell], saved: list[Handle]) -> None:
     """Give internal cells a recipe of their own where it is cheaper than the whole call: a dropout's noise its bits (and these
-    another drawing), the copies a matrix product makes of its arguments the call's beginning."""
+    another drawing), the copies a matrix product makes of its arguments the call's beginning. A batch norm's output is made from the
+    statistics it saved, and these by the whole call."""
     internal = [cell for cell in cells if cell.position.startswith("in")]
     if not internal or call.writes is not None:
         return
@@ -240,6 +242,20 @@ def _split(tape: Tape, call: Call, values: list[torch.Tensor], cells: list[Cell]
         call.random_state = None
     elif call.stops_early:
         part = call.part()
+    elif functions.is_batch_norm(call.func) and len(internal) == 2:
+        statistics = [each for each in saved if each.cell in internal]
+        slots = functions.batch_norm_arguments(call.func, call.args, call.kwargs)
+        given = [None if slot is None else values[slot] for slot in slots]
+        if len(statistics) != 2 or not can_normalise(*given, *(each.probe for each in statistics)):
+            return
+        part = call.part()
+        part.makes = "inner"
+        of_call = [call.values[slot] for slot in slots if slot is not None]
+        call.values = of_call + [Value(each.cell, geometry_of(each.probe), False) for each in statistics]
+        numbers = iter(range(len(call.values)))
+        call.func, call.kwargs = normalise, {}
+        call.args = tuple(None if slot is None else _slot(next(numbers)) for slot in (*slots, 0, 0))
+        call.inputs = tuple(dict.fromkeys([value.cell for value in call.values]))
     else:
         return
     for cell in internal:

@@ -64,7 +64,7 @@ def _run(call: Call, made: set[Cell], interception: _Interception, before: _Outs
             wanted[position] = each
             if position.startswith("in"):
                 internal.add(position)
-    num_internal = len(internal) if call.makes == "out" else 0
+    num_internal = 0 if call.makes == "in" else len(internal)
     arguments, written = _arguments(call, made, want_internal=num_internal > 0)
     want_outputs = num_internal < len(wanted)
     saved = interception.begin(internal, may_stop=call.stops_early and not want_outputs)

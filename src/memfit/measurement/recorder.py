@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core import trace as core
 from memfit.core.liveness import DeadName
-from memfit.engine import packing
+from memfit.engine import normalising, packing
 from memfit.engine.cell import Call, Cell, Handle, PackedCell, StorageRef
 from memfit.engine.location import user_line
 from memfit.engine.need import tensors_in
@@ -428,6 +428,10 @@ class Recorder(TorchDispatchMode):
                 self._current["seconds"] - seconds
             )  # all after the noise is the multiplication
             extra_bytes = packing.workspace_bytes(part.args[1])
+        elif part.makes == "inner":
+            function += " statistics"
+            seconds = self._current["seconds"]
+            extra_bytes = max(0, self._current["highest"] - self._current["before"] - num_bytes)
         self._call_rows.append(
             {
                 "place": part.place, "function": function, "module": part.module, "location": part.location, "seconds": seconds,
@@ -448,17 +452,22 @@ class Recorder(TorchDispatchMode):
             self._cell_row(cell, index)
         own_bytes = sum(cell.nbytes for cell in own if cell.position != "mut0")
         extra_bytes = max(0, current["highest"] - current["before"] - own_bytes)
-        is_product = current["is_product"]  # replayed as argument times noise, without drawing
+        seconds = current["seconds"]
+        if current["is_product"]:  # replayed as argument times noise, without drawing
+            seconds, extra_bytes = seconds - current["internal_seconds"], 0
+        elif call.func is normalising.normalise:
+            seconds *= normalising.SHARE_OF_CALL
+            extra_bytes = normalising.workspace_bytes(call.values[-1].cell.nbytes)
         self._call_rows.append(
             {
                 "place": call.place,
                 "function": call.place.rpartition(":")[2],
                 "module": call.module,
                 "location": call.location,
-                "seconds": current["seconds"] - (current["internal_seconds"] if is_product else 0.0),
+                "seconds": seconds,
                 "inputs": tuple(dict.fromkeys(self._cell_row(cell, -1) for cell in call.inputs)),
                 "outputs": tuple(self._cells[cell] for cell in cells if cell.call is call),
-                "extra_bytes": 0 if is_product else extra_bytes,
+                "extra_bytes": extra_bytes,
             }
         )
         self._events.append((core.END, index))
