@@ -38,6 +38,10 @@ def test_normalising_gives_the_bits_of_batch_norm(
     of_parameters = torch.float64 if dtype == torch.float64 else torch.float32
     weight, bias = (torch.randn(shape[1], dtype=of_parameters) if has_weight else None for _ in range(2))
     expected, mean, invstd = statistics_of(x, weight, bias, eps)
+    if mean.dtype in (torch.bfloat16, torch.float16):  # statistics are rounded where there are no parameters to give their type
+        assert not has_weight
+        assert not can_normalise(x, weight, bias, mean, invstd)
+        return
     assert can_normalise(x, weight, bias, mean, invstd)
     found = normalise(x, weight, bias, mean, invstd)
     assert torch.equal(found, expected)

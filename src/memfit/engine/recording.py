@@ -200,7 +200,7 @@ def _settle_results(
         for cell in cells:
             position = cell.position
             if position in entry.evict:
-                cell.evict = True
+                cell.evict, cell.keep = True, False
             if position in entry.pin:
                 cell.keep = True
                 tape.pin(cell)
@@ -248,6 +248,8 @@ def _split(tape: Tape, call: Call, values: list[torch.Tensor], cells: list[Cell]
         given = [None if slot is None else values[slot] for slot in slots]
         if len(statistics) != 2 or not can_normalise(*given, *(each.probe for each in statistics)):
             return
+        for cell in internal:
+            cell.keep = True  # two numbers a channel, on which the rest is built
         part = call.part()
         part.makes = "inner"
         of_call = [call.values[slot] for slot in slots if slot is not None]
