@@ -18,7 +18,9 @@ SHAPES = [(64, 33), (7, 5, 3), (16, 32, 8, 8), (1, 3, 1, 7), (3, 2, 4, 5, 6)]
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def statistics_of(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, ...]:
+def statistics_of(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, ...]:
     """Output, mean and inverse deviation, as PyTorch computes and saves them."""
     return torch.native_batch_norm(x, weight, bias, None, None, True, 0.1, eps)
 
@@ -52,7 +54,9 @@ def test_what_the_kernel_computes_by_another_formula_is_left_out() -> None:
     x = torch.randn(16, 32, 8, 16)[..., ::2]
     weight, bias = torch.randn(32), torch.randn(32)
     expected, mean, invstd = statistics_of(x, weight, bias, 1e-5)
-    assert not torch.equal(normalise(x, weight, bias, mean, invstd), expected)  # if this fails, it need not be left out any more
+    assert not torch.equal(
+        normalise(x, weight, bias, mean, invstd), expected
+    )  # if this fails, it need not be left out any more
     assert not can_normalise(x, weight, bias, mean, invstd)
     x = x.contiguous()
     assert can_normalise(x, weight, bias, mean, invstd)

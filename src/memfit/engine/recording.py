@@ -245,7 +245,7 @@ def _split(tape: Tape, call: Call, values: list[torch.Tensor], cells: list[Cell]
     elif functions.is_batch_norm(call.func) and len(internal) == 2:
         statistics = [each for each in saved if each.cell in internal]
         slots = functions.batch_norm_arguments(call.func, call.args, call.kwargs)
-        given = [None if slot is None else values[slot] for slot in slots]
+        given: Any = [None if slot is None else values[slot] for slot in slots]
         if len(statistics) != 2 or not can_normalise(*given, *(each.probe for each in statistics)):
             return
         for cell in internal:
