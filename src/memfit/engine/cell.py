@@ -134,7 +134,7 @@ class Call:
     """A recorded tensor function call.
 
     args, kwargs: templates with Slot(i) where values[i] goes. inputs: the distinct cells a replay reads.
-    makes: 'out' where the results are cells out0, out1 …; for parts (see recording._split) 'in' for what makes a call's internal tensors
+    makes: 'out' where the results are cells out0, out1 …; for parts (see parts.py) 'in' for what makes a call's internal tensors
         and nothing else, 'inner' for the whole call run for its internal tensors, 'bits' for what makes those from which one is made. They are
         replayed in the order of the alphabet.
     stops_early: the internal tensors are arguments brought into form, saved before the work begins, so that a replay for them alone may

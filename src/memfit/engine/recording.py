@@ -12,12 +12,11 @@ import torch
 
 from memfit.engine import functions
 from memfit.engine.ambient import attention_flags, autocast_state, random_state, same_random_state
-from memfit.engine.cell import Call, Cell, Handle, PackedCell, Slot, Value, geometry_of
+from memfit.engine.cell import Call, Cell, Handle, Slot, Value, geometry_of
 from memfit.engine.filing import PLAIN_TYPES, cell_if_known, cell_of, file, is_plain, pin_source
 from memfit.engine.location import user_line
 from memfit.engine.need import tensors_in
-from memfit.engine.normalising import can_normalise, normalise
-from memfit.engine.packing import draw, unpack
+from memfit.engine.parts import split
 from memfit.engine.policy import CallPolicy
 from memfit.engine.traits import TRAITS
 from memfit.engine.writes import before_write, follow_alien_write, forget
@@ -195,7 +194,7 @@ def _settle_results(
             tape.pin(written)  # content from outside, overwritten: what the plan keeps is the result
         return cells
     if has_internal:
-        _split(tape, call, values, cells, saved)
+        split(tape, call, values, cells, saved)
     if entry is not None:
         for cell in cells:
             position = cell.position
@@ -210,62 +209,6 @@ def _settle_results(
         for cell in cells:
             cell.keep = True
     return cells
-
-
-def _split(tape: Tape, call: Call, values: list[torch.Tensor], cells: list[Cell], saved: list[Handle]) -> None:
-    """Give internal cells a recipe of their own where it is cheaper than the whole call: a dropout's noise its bits (and these
-    another drawing), the copies a matrix product makes of its arguments the call's beginning. A batch norm's output is made from the
-    statistics it saved, and these by the whole call."""
-    internal = [cell for cell in cells if cell.position.startswith("in")]
-    if not internal or call.writes is not None:
-        return
-    noise = internal[0]
-    if functions.is_dropout(call.func) and len(internal) == 1 and noise.device.type == "cpu":
-        probability = functions.dropout_probability(call.args, call.kwargs)
-        geometry = next((geometry_of(each.probe) for each in saved if each.cell is noise), None)
-        if geometry is None or geometry[0] != values[0].dtype or noise.nbytes != geometry[2].numel() * geometry[0].itemsize:
-            return
-        part = call.part()
-        num_elements = geometry[2].numel()
-        packed = PackedCell(tape, noise, num_elements, geometry[0])
-        packed.call = again = call.part()  # where the bits are gone as well
-        again.func, again.kwargs, again.values, again.inputs = draw, {}, [], ()
-        again.args = (geometry[2], geometry[3], geometry[0], probability)
-        again.makes, again.autocast = "bits", ()
-        again.outputs[packed.position] = weakref.ref(packed)
-        part.func, part.kwargs = unpack, {}
-        part.args = (Slot(0), num_elements, geometry[0], probability)
-        part.values, part.inputs = [Value(packed, packed.geometry, False)], (packed,)
-        part.makes, part.autocast, part.random_state = "in", (), None
-        call.func, call.args, call.kwargs = torch.mul, (Slot(0), Slot(1)), {}
-        call.values, call.inputs = [call.values[0], Value(noise, geometry, False)], (*call.inputs, noise)
-        call.random_state = None
-    elif call.stops_early:
-        part = call.part()
-    elif functions.is_batch_norm(call.func) and len(internal) == 2:
-        statistics = [each for each in saved if each.cell in internal]
-        slots = functions.batch_norm_arguments(call.func, call.args, call.kwargs)
-        given: Any = [None if slot is None else values[slot] for slot in slots]
-        if len(statistics) != 2 or not can_normalise(*given, *(each.probe for each in statistics)):
-            return
-        for cell in internal:
-            cell.keep = True  # two numbers a channel, on which the rest is built
-        part = call.part()
-        part.makes = "inner"
-        of_call = [call.values[slot] for slot in slots if slot is not None]
-        call.values = of_call + [Value(each.cell, geometry_of(each.probe), False) for each in statistics]
-        numbers = iter(range(len(call.values)))
-        call.func, call.kwargs = normalise, {}
-        call.args = tuple(None if slot is None else _slot(next(numbers)) for slot in (*slots, 0, 0))
-        call.inputs = tuple(dict.fromkeys([value.cell for value in call.values]))
-    else:
-        return
-    for cell in internal:
-        del call.outputs[cell.position]
-        cell.call = part
-        part.outputs[cell.position] = weakref.ref(cell)
-    if tape.observer is not None:
-        tape.observer.on_part(part, internal)
 
 
 def _adopt(cell: Cell, call: Call, position: str, cells: list[Cell]) -> None:
