@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.core.dead import Dead, dead_in, let_go_early
+from memfit.core.dead import Dead, dead_in, let_go_early, old_gradients
 from memfit.core.finding import Finding
 from memfit.core.liveness import MODULE, DeadName
 from memfit.core.replay import Replay, replay
 from memfit.core.sizes import format_size
-from memfit.core.trace import ALLOC, PHASE, RELEASE, UNPACK, Trace
+from memfit.core.trace import Trace
 
 DEAD_NAME = "MF203"
 LATE_ZERO_GRAD = "MF401"
@@ -30,7 +30,7 @@ def find_dead(trace: Trace) -> list[Finding]:
 
 def peak_without_dead(trace: Trace) -> int:
     """Bytes at the peak of the same step with everything let go where it dies, gradients included."""
-    return replay(let_go_early(trace, [*dead_in(trace), *_old_gradients(trace)])).peak_bytes
+    return replay(let_go_early(trace, [*dead_in(trace), *old_gradients(trace)])).peak_bytes
 
 
 def _dead_names(trace: Trace, step: Replay) -> list[Finding]:
@@ -62,7 +62,7 @@ def _about_name(name: DeadName, worth: _Worth, step: Replay) -> Finding | None:
 
 def _late_zero_grad(trace: Trace, step: Replay) -> list[Finding]:
     """Gradients of the step before, alive at the peak, and let go after it and before a backward could add to them."""
-    dead = [each for each in _old_gradients(trace) if each.storage in step.holders]
+    dead = [each for each in old_gradients(trace) if each.storage in step.holders]
     location = str(trace.meta.get("gradients_freed", ""))
     worth = _weigh(trace, step, dead)
     if not location or not worth.is_telling:
@@ -71,21 +71,6 @@ def _late_zero_grad(trace: Trace, step: Replay) -> list[Finding]:
     message = f"the gradients of the step before are still held at the peak in {step.peak_phase}: they are cleared only here"
     remedy = worth.say("clear them right after optimizer.step(), if nothing reads them in between")
     return [Finding(path, int(line), 1, LATE_ZERO_GRAD, message, remedy, worth.held_bytes, measured=True)]
-
-
-def _old_gradients(trace: Trace) -> list[Dead]:
-    """Gradients alive when the step began and let go before its backward; dead from the step's start on."""
-    start = next((index for index, (operation, _) in enumerate(trace.events) if operation == PHASE), 0)
-    end = next((index for index, (operation, _) in enumerate(trace.events) if operation == UNPACK), 0)
-    old = {
-        operand
-        for operation, operand in trace.events[:start]
-        if operation == ALLOC and trace.storages[operand].kind == "gradient"
-    }
-    nobody = DeadName("", "", "", 0, ())
-    return [
-        Dead(nobody, operand, start + 1) for operation, operand in trace.events[:end] if operation == RELEASE and operand in old
-    ]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,17 @@ class Made:
     last_line: int
     target_line: int = 0
 
+    @property
+    def action(self) -> str:
+        """The change in a few words: 'del logits'."""
+        return {
+            "delete": f"del {self.text}",
+            "call": f".{self.text}()",
+            "wrap": f"with {self.text}",
+            "move": f"moved to line {self.target_line}",
+            "keyword": self.text,
+        }[self.kind]
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -53,6 +64,11 @@ class Fixed:
     @property
     def num_mends(self) -> int:
         return len(self.made)
+
+
+def fix_file(text: str, path: Path, chosen: Chosen = EVERYTHING) -> Fixed:
+    """`fix_notebook` or `fix_text`, as the file's name says."""
+    return (fix_notebook if path.suffix == NOTEBOOK else fix_text)(text, str(path), chosen)
 
 
 def fix_text(text: str, name: str = "<text>", chosen: Chosen = EVERYTHING) -> Fixed:
@@ -104,7 +120,8 @@ def _stays_in_cell(mend: Mend, source: Source) -> bool:
     touched = [mend.node] if mend.target is None else [mend.node, mend.target]
     if len({source.cell(_first_line(node)) for node in touched}) > 1:
         return False
-    if any(names_in(node) & source.hidden for node in touched) or mend.text in source.hidden:
+    names = {mend.text} if mend.kind == "delete" else {name for node in touched for name in names_in(node)}
+    if names & source.hidden:
         return False
     functions = (node for node in ast.walk(source.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
     return mend.kind != "delete" or any(mend.node is part for function in functions for part in ast.walk(function))
@@ -181,3 +198,10 @@ def diff(before: str, after: str, name: str) -> str:
     """A unified diff that `patch` and `git apply` take."""
     lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def diff_of(before: str, fixed: Fixed, name: str) -> str:
+    """The diff of a mended file; of a notebook, cell by cell, for people to read."""
+    if fixed.cells:
+        return "".join(diff(f"{old}\n", f"{new}\n", f"{name}:cell {number}") for number, old, new in fixed.cells)
+    return diff(before, fixed.text, name)

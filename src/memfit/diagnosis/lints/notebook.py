@@ -30,7 +30,7 @@ def read_cells(text: str) -> dict[int, str]:
 def write_cells(text: str, codes: Mapping[int, str]) -> str:
     """The notebook with these sources in its cells; outputs, metadata and the form of the file are kept."""
     data = json.loads(text)
-    forms = [{"indent": indent, "ensure_ascii": ascii} for indent in (1, 2, 4, None) for ascii in (False, True)]
+    forms = [{"indent": indent, "ensure_ascii": is_plain} for indent in (1, 2, 4, None) for is_plain in (False, True)]
     end = text[len(text.rstrip()) :]
     # Jupyter writes an indent of 1; where no form gives the file back as it is, that one is taken.
     form = next((each for each in forms if json.dumps(data, **each) + end == text), forms[0])  # type: ignore[arg-type]
