@@ -30,7 +30,7 @@ def dead_in(trace: Trace) -> list[Dead]:
     known = [each.name for each in fields(DeadName)]
     found = []
     for row in trace.meta.get("dead_names", ()):
-        name = DeadName(**{each: row[each] for each in known})
+        name = DeadName(**{each: row[each] for each in known if each in row})
         name = replace(name, bound_lines=tuple(name.bound_lines))  # JSON has lists
         found.append(Dead(name, row["storage"], row["event"], row["is_unsaved"]))
     return found

@@ -38,6 +38,7 @@ from memfit.core.trace import Trace
 from memfit.engine.private import is_on_top, stacks
 from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
+from memfit.measurement.held import HolderWatch
 from memfit.measurement.recorder import Recorder, take_off_stopped
 from memfit.runtime.guard import Guard
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
@@ -89,6 +90,7 @@ class Session:
     ) -> None:
         """draw: makes the text of `report` (runtime may not import report). facts: fields of the Result that the caller knows."""
         self.traces: list[Trace] = []
+        self.holders: HolderWatch | None = None  # set before `with`: measured steps say who holds what at their peak
         self.plan = plan
         self.messages: list[str] = []
         self._budget_bytes = budget_bytes
@@ -355,6 +357,7 @@ class Session:
             "gradient": [p.grad for p in self._parameters() if p.grad is not None],
         }
         recorder = Recorder(self._backend, lambda: tape.is_restoring, known)
+        recorder.holders = self.holders
         tape.record_all = True
         self._watch.is_learning = self.plan is None or self._is_given  # a plan from a file does not say for which inputs
         if self._budget_bytes is not None and self.plan is None and self._is_training:
