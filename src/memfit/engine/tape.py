@@ -115,6 +115,9 @@ class Tape(TorchFunctionMode):
         self.pin_sources = False
         self.observer: Observer | None = None
         self.on_root: Callable[[torch.nn.Module, Any], None] | None = None  # told before a module the program itself calls
+        self.on_enter: Callable[[tuple[int, str, int]], None] | None = (
+            None  # told (section, path, invocation) of each module call
+        )
         self.counts = Counts()
         self.section = 0
         self._cells: dict[int, Cell] = {}
@@ -296,6 +299,8 @@ class Tape(TorchFunctionMode):
         invocation = self._invocations.get(path, 0)
         self._invocations[path] = invocation + 1
         self._frames.append(_Frame(path, invocation, self._planned(path, invocation)))
+        if self.on_enter is not None:
+            self.on_enter((self.section, path, invocation))
 
     def _after_module(self, module: torch.nn.Module, _: Any, output: Any) -> None:
         if self._paused or len(self._frames) < 2:

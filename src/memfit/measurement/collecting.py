@@ -57,17 +57,16 @@ class CollectionWatch:
 
 
 class EmptyingWatch:
-    """Fills `seen` between `start` and `stop`, on devices that keep freed blocks. A call made through another name than
-    `torch.cuda.empty_cache` is not seen."""
+    """Fills `seen` between `start` and `stop`. A call made through another name than `torch.cuda.empty_cache` is not seen."""
 
     def __init__(self, process_bytes: Callable[[], int | None]) -> None:
-        """process_bytes: what the process has taken from the device; None where nothing is kept (CPU)."""
+        """process_bytes: what the process has taken from the device."""
         self.seen: list[Collection] = []
         self._process_bytes = process_bytes
         self._real: Callable[[], None] | None = None
 
     def start(self) -> None:
-        if self._real is None and self._process_bytes() is not None:
+        if self._real is None:
             self._real = torch.cuda.empty_cache
             torch.cuda.empty_cache = self._empty
 

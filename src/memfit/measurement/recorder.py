@@ -156,7 +156,8 @@ class Recorder(TorchDispatchMode):
         self._start_seconds = time.perf_counter()
         self._overhead_seconds = 0.0
         self._collections.start()
-        self._emptyings.start()
+        if self.backend.name != "cpu":  # there nothing freed is kept
+            self._emptyings.start()
         self.__enter__()
 
     def stop(self) -> None:
