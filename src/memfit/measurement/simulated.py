@@ -26,6 +26,8 @@ LARGE_SEGMENT_BYTES = 20 << 20
 OWN_SEGMENT_BYTES = 10 << 20  # from here on a request has a segment of its own
 ROUND_SEGMENT_BYTES = 2 << 20
 
+_MAX_TRIES = 200  # places simulated for one growth, evenly spread
+
 # (section, module path, invocation), as in a call's place.
 Station = tuple[int, str, int]
 OPTIMIZER_STEP: Station = (-1, "optimizer step", 0)
@@ -176,18 +178,31 @@ def simulate(
     limit_bytes: int | None = None,
     *,
     requests: Sequence[Request] | None = None,
+    is_warm: bool = False,
 ) -> Usage:
     """The traced step on a simulated card that holds nothing else; `empty_cache` is called before these events.
 
     limit_bytes: see SimulatedAllocator, which also says what is raised. requests: of the step under a plan (Replayer.requests); by
-    default it runs plainly.
+    default it runs plainly. is_warm: with the cache that an equal step before it has left.
     """
     allocator = SimulatedAllocator(limit_bytes)
+    requests = requests if requests is not None else Replayer(trace).requests()
+    if is_warm:
+        for address in _run(allocator, requests, empty_before)[0]:
+            allocator.free(address)
+        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes = 0, allocator.reserved_bytes
+    return _run(allocator, requests, empty_before)[1]
+
+
+def _run(
+    allocator: SimulatedAllocator, requests: Sequence[Request], empty_before: Collection[int]
+) -> tuple[Collection[int], Usage]:
+    """The addresses in use after the step, and what it took."""
     addresses: dict[int, int] = {}
     allocated, reserved, spare = [], [], []
     given: dict[int, int] = {}
     peak_event = 0
-    for index, request in enumerate(requests if requests is not None else Replayer(trace).requests()):
+    for index, request in enumerate(requests):
         spare.append(allocator.spare_bytes)
         if index in empty_before:
             given[index] = allocator.empty_cache()
@@ -202,7 +217,7 @@ def simulate(
             peak_event = index
         allocated.append(allocator.allocated_bytes)
         reserved.append(allocator.reserved_bytes)
-    return Usage(
+    return addresses.values(), Usage(
         tuple(allocated), tuple(reserved), tuple(spare), allocator.peak_allocated_bytes, allocator.peak_reserved_bytes,
         peak_event, given, allocator.num_segments, allocator.num_retries,
     )  # fmt: skip
@@ -229,27 +244,32 @@ def propose_emptying(
     evict: Collection[int] = (),
     pin: Collection[int] = (),
     places: Collection[int] | None = None,
+    *,
+    is_warm: bool = False,
 ) -> tuple[int, ...]:
     """Events before which `empty_cache` keeps the reserved bytes of the step within the budget. evict, pin: cells, as a plan has them.
-    places: events to choose from; by default the beginnings of all calls.
+    places: events to choose from; by default the beginnings of all calls. is_warm: see `simulate`.
 
     Nothing where they are within it anyway, or where no call brings them down: each one makes the device wait and has to be followed
-    by asking for segments again. Greedy: at the peak, the last place before it that lowers it; at most one call for each growth.
+    by asking for segments again. Greedy: at the peak, the last place before it that lowers it, or one behind it in the step before; at
+    most one call for each growth.
     """
     chosen: tuple[int, ...] = ()
     requests = Replayer(trace).requests(evict, pin)
-    usage = simulate(trace, requests=requests)
+    usage = simulate(trace, requests=requests, is_warm=is_warm)
     if places is None:
         places = [index for index, (operation, _) in enumerate(trace.events) if operation == BEGIN]
     ordered = sorted(places)
     while usage.peak_reserved_bytes > budget_bytes:
+        split = bisect.bisect_right(ordered, usage.peak_event)
+        tries = [*reversed(ordered[:split]), *(reversed(ordered[split:]) if is_warm else ())]
         seen = set()
-        for place in reversed(ordered[: bisect.bisect_right(ordered, usage.peak_event)]):
+        for place in tries[:: -(-len(tries) // _MAX_TRIES)] if tries else ():
             state = usage.spare_bytes[place], usage.reserved_bytes[place - 1] if place else 0
-            if not state[0] or state in seen:  # nothing to give back, or as much as at a later place
+            if not state[0] or (state in seen and not is_warm):  # nothing to give back, or as much as at a later place
                 continue
             seen.add(state)
-            tried = simulate(trace, (*chosen, place), requests=requests)
+            tried = simulate(trace, (*chosen, place), requests=requests, is_warm=is_warm)
             if tried.peak_reserved_bytes < usage.peak_reserved_bytes:
                 chosen, usage = (*chosen, place), tried
                 break

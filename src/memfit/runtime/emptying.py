@@ -31,7 +31,7 @@ def plan_emptying(trace: Trace, plan: Plan | None, budget_bytes: int) -> frozens
     except PlanError:  # a step that parts from the plan is planned anew anyway
         return frozenset()
     known = stations(trace)
-    return frozenset(known[event] for event in propose_emptying(trace, budget_bytes, evict, pin, known))
+    return frozenset(known[event] for event in propose_emptying(trace, budget_bytes, evict, pin, known, is_warm=True))
 
 
 class Emptying:
