@@ -281,6 +281,20 @@ LATE = {
             return "end"
         print([f(how) for how in ("return", "break", "continue", "raise")])
     """,
+    "a handler in a loop that goes on": """
+        def f():
+            big = [1]
+            for i in range(3):
+                try:
+                    print(big)
+                    raise KeyError
+                except KeyError:
+                    print(big)
+                    seen = [i]
+            last = seen
+            return last
+        f()
+    """,
     "a nested handler": """
         def f():
             a, b = [1], [2]

@@ -215,7 +215,8 @@ class _Scope:
             return ways.on_break
         if isinstance(stmt, ast.Continue):
             return ways.on_continue
-        return (out - targets(stmt).keys() - deletes(stmt)) | reads(stmt)
+        # `out - targets(stmt).keys()` would be a set, which a `|=` elsewhere changes in place under all who hold it.
+        return out.difference(targets(stmt), deletes(stmt)) | reads(stmt)
 
     def _live_loop(self, stmt: _Loops, out: _Names, ways: _Ways) -> _Names:
         once, each_time, bound = _loop_parts(stmt)
@@ -223,7 +224,7 @@ class _Scope:
         head = after
         while True:
             body = self._live_block(stmt.body, head, replace(ways, on_break=out, on_continue=head))
-            grown = head | (body - binds(bound).keys()) | reads(each_time, bound)
+            grown = head | body.difference(binds(bound)) | reads(each_time, bound)
             if grown == head:
                 return head | reads(once)
             head = grown
