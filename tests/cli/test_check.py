@@ -303,13 +303,6 @@ def test_a_notebook_with_a_cell_that_cannot_be_read_is_not_mended(memfit, tmp_pa
     assert err.startswith("memfit: work.ipynb is not mended: a cell could not be parsed, and it may read anything.\n")
 
 
-def test_mends_that_would_cross_cells_are_left_alone(memfit, tmp_path):
-    first = "import torch\nfrom torch.nn import functional as F\nnet = torch.nn.Linear(4, 4)\nopt = torch.optim.SGD(net.parameters(), 1)\n"
-    cells = (("code", f"{first}loss = net(torch.zeros(2, 4)).mean()"), ("code", "opt.zero_grad()\nloss.backward()\nopt.step()"))
-    (tmp_path / "work.ipynb").write_text(notebook(*cells))
-    assert memfit("check", "--fix", "work.ipynb")[2] == "memfit: 0 changes in 0 files.\n"
-
-
 def test_a_trace_tells_what_each_change_is_worth(memfit, leak, tmp_path):
     """`total` adds the mean of net(x), whose call saved 1 KiB that autograd still holds at the step's end."""
     place, made = str(tmp_path / "leak.py"), ("activation", "")

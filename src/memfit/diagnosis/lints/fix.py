@@ -96,7 +96,7 @@ def fix_notebook(text: str, name: str = "<notebook>", chosen: Chosen = EVERYTHIN
         source = join_cells(codes, name)
         if source is not None and source.broken:
             return Fixed(text, refused=f"{name} is not mended: a cell could not be parsed, and it may read anything.")
-        offered = [] if source is None else [each for each in _offered(source, chosen) if _stays_in_cell(each[1], source)]
+        offered = [] if source is None else [each for each in _offered(source, chosen) if _is_safe_in_cell(each[1], source)]
         if source is None or not offered:
             break
         after, done = dict(codes), []
@@ -116,10 +116,9 @@ def fix_notebook(text: str, name: str = "<notebook>", chosen: Chosen = EVERYTHIN
     return Fixed(write_cells(text, changed) if changed else text, tuple(made), cells)
 
 
-def _stays_in_cell(mend: Mend, source: Source) -> bool:
+def _is_safe_in_cell(mend: Mend, source: Source) -> bool:
+    """Whether no magic's words may read what changes, and no name of the notebook itself goes. A move into another cell is not made."""
     touched = [mend.node] if mend.target is None else [mend.node, mend.target]
-    if len({source.cell(_first_line(node)) for node in touched}) > 1:
-        return False
     names = {mend.text} if mend.kind == "delete" else {name for node in touched for name in names_in(node)}
     if names & source.hidden:
         return False
