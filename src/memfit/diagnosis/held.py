@@ -23,8 +23,8 @@ _ORPHANS = "MF205"
 _CODES = {"traceback": FRAMES, "optimizer": _ORPHANS}
 _ALWAYS = ("traceback", "optimizer")  # these hold for nothing whenever it was made
 _REMEDIES = {
-    "traceback": "keep the message or the type of the exception, not the exception itself",
-    "optimizer": "make the optimizer of the parameters of the model that is trained",
+    "traceback": "Keep the message or the type of the exception, not the exception itself",
+    "optimizer": "Make the optimizer of the parameters of the model that is trained",
 }
 
 
@@ -102,5 +102,5 @@ def _about(held: list[tuple[_Row, Dead]], trace: Trace, step: Replay) -> Finding
         else "what no operation of the step reads"
     )
     message = f"{row.chain} holds at the peak in {step.peak_phase} {what}"
-    remedy = worth.say(_REMEDIES.get(row.kind, "let go of it once it has been read, or keep only what is read of it"))
+    remedy = worth.say(_REMEDIES.get(row.kind, "Let go of it once it has been read, or keep only what is read of it"))
     return Finding(path, int(line), 1, _CODES.get(row.kind, HELD), message, remedy, worth.held_bytes, measured=True)
