@@ -121,7 +121,7 @@ def test_on_a_cpu_nothing_is_emptied(monkeypatch) -> None:
     with memfit.fit(model, optimizer, budget=45 * MIB) as session:
         for _ in range(3):
             train(model, optimizer, torch.ones(1024))
-    assert session.messages == []
+    assert not any("emptied" in message or "card" in message for message in session.messages)
 
 
 def trace_of_stages() -> Trace:
