@@ -196,8 +196,8 @@ def train_digits(level: str, half: str, seed: int, num_epochs: int) -> Row:
         for _ in range(num_epochs):
             losses = []
             for places in (torch.randperm(len(labels) - num_test) + num_test).split(120):
-                loss = F.cross_entropy(model(images[places]), labels[places])
                 optimizer.zero_grad()
+                loss = F.cross_entropy(model(images[places]), labels[places])
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())

@@ -140,10 +140,11 @@ def find_measured(path: str, args: list[str]) -> list[Finding]:
 
 def findings_of(trace: Trace) -> list[Finding]:
     """The findings that a trace shows, most bytes first."""
-    from memfit.diagnosis.collecting import find_idle_collections
+    from memfit.diagnosis.collecting import find_idle_calls
     from memfit.diagnosis.dead import find_dead
+    from memfit.diagnosis.held import find_held
 
-    return [*find_dead(trace), *find_idle_collections(trace)]
+    return [*find_dead(trace), *find_held(trace), *find_idle_calls(trace)]
 
 
 def run_script(

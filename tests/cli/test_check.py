@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from memfit.cli.explain import _TEXTS, read_text
+from memfit.core.trace import Call, Cell, Handle, Storage, Trace
 from memfit.diagnosis.codes import CODES, expand_codes
 from memfit.diagnosis.lints import source
 
@@ -219,6 +220,117 @@ def test_what_calls_itself_a_notebook_and_is_none_is_bad_input(memfit, tmp_path)
     code, _, err = memfit("check", "no.ipynb")
     assert code == 2
     assert err.startswith("memfit: no.ipynb could not be read: it is no notebook of format 4 (TypeError:")
+
+
+NOTEBOOK = """{
+ "cells": [
+  {
+   "cell_type": "code",
+   "execution_count": 3,
+   "id": "a1",
+   "metadata": {"tags": ["é"]},
+   "outputs": [{"name": "stdout", "output_type": "stream", "text": ["1\\n"]}],
+   "source": [
+    "%matplotlib inline\\n",
+    "import torch\\n",
+    "from torch.nn import functional as F\\n",
+    "net = torch.nn.Linear(400, 400)"
+   ]
+  },
+  {
+   "cell_type": "code",
+   "source": %s
+  }
+ ],
+ "nbformat": 4
+}
+"""
+CELL = """%%time
+def fit(loader, optimizer):
+    total = 0
+    for x, y in loader:
+        files = !ls
+        logits = net(x)  # (B, C)
+        loss = F.cross_entropy(logits, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        %time total += loss
+        total += loss
+for x, y in []:
+    logits = net(x)
+    loss = F.cross_entropy(logits, y)
+    loss.backward()
+"""
+
+
+def test_fix_changes_the_sources_of_cells_in_place_and_nothing_else_of_a_notebook(memfit, tmp_path):
+    path = tmp_path / "work.ipynb"
+    data = json.loads(NOTEBOOK.replace("%s", json.dumps(CELL)))
+    path.write_text(text := json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    code, out, err = memfit("check", "--fix", "work.ipynb")
+    assert (code, path.read_text()) == (1, text)
+    assert out.splitlines()[:2] == ["--- a/work.ipynb:cell 2", "+++ b/work.ipynb:cell 2"]
+    assert err == "memfit: 2 changes in 1 file. Nothing is written yet: add --yes.\n"
+    assert memfit("check", "--fix", "--yes", "work.ipynb")[2] == "memfit: 2 changes in 1 file written.\n"
+    # `logits` goes in the function and stays in the notebook itself; a magic reads `total` and `loss`, so their sum stays.
+    mended = CELL.replace("(logits, y)\n", "(logits, y)\n        del logits\n", 1)
+    mended = mended.replace("        optimizer.zero_grad()\n", "")
+    mended = mended.replace("        logits = net(x)  #", "        optimizer.zero_grad()\n        logits = net(x)  #")
+    assert json.loads(path.read_text())["cells"][1]["source"] == mended
+    data["cells"][1]["source"] = mended
+    assert path.read_text() == json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    assert memfit("check", "--fix", "--yes", "work.ipynb")[2] == "memfit: 0 changes in 0 files.\n"
+
+
+def test_a_magic_inside_a_loop_that_is_wrapped_moves_with_it(memfit, tmp_path):
+    cell = (
+        "import torch\nnet = torch.nn.Linear(4, 4)\ndef validate(loader):\n    net.eval()\n    hits = 0\n    for x in loader:\n"
+    )
+    body = "        hits += net(x).sum().item()\n        !nvidia-smi -q\n"
+    (tmp_path / "eval.ipynb").write_text(notebook(("code", f"{cell}{body}    return hits")))
+    assert memfit("check", "--fix", "--yes", "eval.ipynb")[2] == "memfit: 1 change in 1 file written.\n"
+    (source,) = (each["source"] for each in json.loads((tmp_path / "eval.ipynb").read_text())["cells"])
+    wrapped = "    with torch.no_grad():\n        for x in loader:\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    assert "".join(source) == cell.replace("    for x in loader:\n", wrapped) + "    return hits"
+
+
+def test_a_notebook_with_a_cell_that_cannot_be_read_is_not_mended(memfit, tmp_path):
+    (tmp_path / "work.ipynb").write_text(text := notebook(("code", LEAK), ("code", "def broken(:")))
+    code, out, err = memfit("check", "--fix", "--yes", "work.ipynb")
+    assert (code, (tmp_path / "work.ipynb").read_text()) == (1, text)
+    assert out.startswith("work.ipynb:cell 1:8:9 MF102")
+    assert err.startswith("memfit: work.ipynb is not mended: a cell could not be parsed, and it may read anything.\n")
+
+
+def test_a_trace_tells_what_each_change_is_worth(memfit, leak, tmp_path):
+    """`total` adds the mean of net(x), whose call saved 1 KiB that autograd still holds at the step's end."""
+    place, made = str(tmp_path / "leak.py"), ("activation", "")
+    storages = (Storage(1024, *made, location=f"{place}:6"), Storage(4, *made, location=f"{place}:8"))
+    cells = (Cell(0, 0, "out0", evictable=True), Cell(1, 1, "out0", evictable=True))
+    calls = (
+        Call("0|net#0/0:mul", "mul", "net", f"{place}:6", 0.1, (), (0,)),
+        Call("0|#0/0:add", "add", "", f"{place}:8", 0.1, (0,), (1,)),
+    )
+    events = (
+        ("phase", 0), ("begin", 0), ("alloc", 0), ("end", 0), ("save", 0), ("release", 0), ("begin", 1), ("alloc", 1), ("end", 1),
+    )  # fmt: skip
+    Trace("cpu", storages, cells, (Handle(0, 0),), calls, events).save(tmp_path / "t.json")
+    code, out, err = memfit("check", "--fix", "--trace", "t.json", "leak.py")
+    assert code == 1
+    assert "+        total += loss.detach()\n" in out
+    assert err == (
+        "leak.py:8 MF102 .detach(): -1.00 KiB a step\nmemfit: 1 change in 1 file. Nothing is written yet: add --yes.\n"
+    )
+    code, out, err = memfit("check", "--format", "json", "--trace", "t.json", "leak.py")
+    (finding,) = json.loads(out)
+    assert (finding["num_bytes"], finding["per_step"], finding["measured"]) == (1024, True, True)
+    assert err == ""
+    (tmp_path / "other.py").write_text(LEAK)
+    assert memfit("check", "--fix", "--trace", "t.json", "other.py")[2].startswith(
+        "memfit: other.py changed after t.json was taken, so bytes may be told of the wrong line. Take the trace again.\n"
+        "other.py:8 MF102 .detach(): not in the traced step\n"
+    )
 
 
 def test_fix_shows_a_diff_and_writes_nothing(memfit, leak):

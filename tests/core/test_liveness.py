@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import io
+import random
+import re
+import reprlib
 import subprocess
 import sys
 import textwrap
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
 import memfit
+from core.random_programs import random_program
 from memfit.core.liveness import MODULE, find_deaths
 from memfit.core.unseen import find_unseen_read
 
@@ -29,28 +35,35 @@ def names(source: str) -> set[str]:
     return {name for _, name, _ in deaths(source)}
 
 
-def run_without_dead(source: str) -> tuple[str, int]:
-    """What the program prints if each dead name is bound to a string at once, and how often that happened."""
-    source = textwrap.dedent(source)
+def without_dead(source: str) -> str:
+    """The program with `x = drop(x)` where a name is dead."""
     tree = ast.parse(source)
     for each in sorted(find_deaths(tree, source, "x.py", with_module=True), key=lambda each: -each.index):
         dropped = ast.parse(f"{each.dead.name} = drop({each.dead.name})").body
         if not each.is_bound:
             dropped = ast.parse(f"try: {each.dead.name} = drop({each.dead.name})\nexcept NameError: pass").body
         each.block[each.index : each.index] = dropped
+    return ast.unparse(tree)
+
+
+def run_without_dead(source: str) -> tuple[str, int]:
+    """What the program prints if each dead name is bound to a string at once, and how often that happened."""
     drops = []
 
     def drop(value: object) -> str:
         drops.append(value)
         return "DROPPED"
 
-    return run(ast.unparse(tree), drop=drop), len(drops)
+    return run(without_dead(textwrap.dedent(source)), drop=drop), len(drops)
 
 
 def run(source: str, **given: object) -> str:
     out = io.StringIO()
     with redirect_stdout(out):
-        exec(compile(textwrap.dedent(source), "x.py", "exec"), {"__name__": "program", "__builtins__": builtins, **given})
+        exec(
+            compile(textwrap.dedent(source), "x.py", "exec", dont_inherit=True),
+            {"__name__": "program", "__builtins__": builtins, **given},
+        )
     return out.getvalue()
 
 
@@ -268,6 +281,20 @@ LATE = {
             return "end"
         print([f(how) for how in ("return", "break", "continue", "raise")])
     """,
+    "a handler in a loop that goes on": """
+        def f():
+            big = [1]
+            for i in range(3):
+                try:
+                    print(big)
+                    raise KeyError
+                except KeyError:
+                    print(big)
+                    seen = [i]
+            last = seen
+            return last
+        f()
+    """,
     "a nested handler": """
         def f():
             a, b = [1], [2]
@@ -400,6 +427,80 @@ LATE = {
                 return g() + [2]
         print(A().f())
     """,
+    "a dataclass and wraps": """
+        import functools
+        from dataclasses import dataclass, field
+        def f():
+            start, wrapped = [1], [2]
+            @dataclass
+            class A:
+                held: list = field(default_factory=lambda: start)
+                other: tuple = (wrapped,)
+            def deco(g):
+                @functools.wraps(g)
+                def inner(*args):
+                    return g(*args) + wrapped
+                return inner
+            @deco
+            def g(x):
+                return x + start
+            return A().held, A.other, g([3])
+        print(f())
+    """,
+    "targets of with and for": """
+        from contextlib import nullcontext
+        def f():
+            held = [[1, 2], [3]]
+            with nullcontext(held) as (first, held[1]), nullcontext(first) as again:
+                first = [0]
+            for held[0] in (4, 5):
+                pass
+            return held, again, first
+        print(f())
+    """,
+    "except*": "print(1)"
+    if sys.version_info < (3, 11)
+    else """
+        def f(kinds):
+            kept, other = [0], [1]
+            try:
+                other = other + [2]
+                raise ExceptionGroup("", [kind(1) for kind in kinds])
+            except* KeyError as group:
+                kept = group.exceptions[0].args
+            except* ValueError:
+                print(kept, other)
+            finally:
+                print(other)
+            return kept
+        print(f([KeyError, ValueError]), f([ValueError]))
+    """,
+    "yield from and a finally that reads": """
+        def inner(seen):
+            mine = [1]
+            try:
+                got = yield mine
+                yield got
+            finally:
+                seen.append(mine)
+        def f(seen):
+            big = [2]
+            result = yield from inner(seen)
+            yield result, big
+        seen = []
+        g = f(seen)
+        print(next(g), g.send(5), list(g), seen)
+        h = f(seen); next(h); h.close()
+        print(seen)
+    """,
+    "a star import and names that come from it": """
+        from os.path import *
+        sep = [1]
+        def f():
+            return join("a", "b"), sep
+        kept = [2]
+        print(kept, f())
+    """,
     "a coroutine": """
         import asyncio
         async def f():
@@ -421,6 +522,51 @@ def test_a_program_that_reads_late_reads_what_it_would_have_read(source: str) ->
     plain = run(source)
     assert plain
     assert run_without_dead(source)[0] == plain
+
+
+def behaviour(code: CodeType, seed: int, drops: list) -> list[str]:
+    """What a random program reads, yields, returns or raises, its ways decided by the seed."""
+    choose, seen, num_turns = random.Random(seed), [], 0
+
+    def decide() -> bool:
+        nonlocal num_turns
+        num_turns += 1
+        if num_turns > 60:
+            raise SystemExit
+        return choose.random() < 0.5
+
+    def note(value: object) -> None:
+        seen.append(re.sub(r"0?x[0-9a-f]{6,}", "", reprlib.repr(value)))  # without addresses
+
+    def drop(value: object) -> str:
+        drops.append(1)
+        return "DROPPED"
+
+    space = {"given": (decide, note), "drop": drop, "__name__": "x", "__builtins__": builtins}
+    try:
+        exec(code, space)
+        result = space["f"](decide, note)
+        if inspect.isgenerator(result):
+            note(next(result))
+            for turn in range(30):
+                note(result.throw(KeyError("thrown")) if choose.random() < 0.2 else result.send([turn]))
+        else:
+            note(result)
+    except BaseException as error:
+        note((type(error).__name__, error.args, type(error.__cause__).__name__))
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's, about asserts of tuples and the like
+def test_random_programs_read_what_they_would_have_read() -> None:
+    drops: list = []
+    for seed in range(80):
+        source = random_program(seed)
+        plain = compile(source, "x.py", "exec", dont_inherit=True)
+        dropped = compile(without_dead(source), "x.py", "exec", dont_inherit=True)
+        for decisions in range(4):
+            assert behaviour(plain, decisions, []) == behaviour(dropped, decisions, drops), (seed, decisions, source)
+    assert len(drops) > 500
 
 
 def test_in_the_programs_that_read_late_other_names_do_die() -> None:

@@ -260,8 +260,16 @@ def test_autograds_other_holds_stay_when_a_name_goes() -> None:
 
 
 def test_what_is_alive_at_the_steps_end_can_die_too() -> None:
-    trace = Trace("cpu", (Storage(8, "temporary"),), (), (), (), (("alloc", 0), ("phase", 0), ("phase", 2)))
-    assert let_go_early(trace, [Dead(NAME, 0, 2)]).events == (("alloc", 0), ("phase", 0), ("release", 0), ("phase", 2))
+    events = (("alloc", 0), ("phase", 0), ("phase", 2), ("phase", 3))
+    trace = Trace("cpu", (Storage(8, "temporary"),), (), (), (), events)
+    assert let_go_early(trace, [Dead(NAME, 0, 3)]).events == (*events[:3], ("release", 0), ("phase", 3))
+
+
+def test_what_is_dead_when_the_step_begins_is_gone_before_it() -> None:
+    events = (("alloc", 0), ("alloc", 1), ("phase", 0), ("phase", 2), ("release", 1))
+    trace = Trace("cpu", (Storage(8, "temporary"), Storage(4, "temporary")), (), (), (), events)
+    assert replay(let_go_early(trace, [Dead(NAME, 0, 3)])).peak_bytes == 4
+    assert let_go_early(trace, [Dead(NAME, 0, 3), Dead(NAME, 1, 3)]).events == (("phase", 0), ("phase", 2))
 
 
 def test_what_would_not_lower_the_peak_is_not_told() -> None:

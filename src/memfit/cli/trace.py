@@ -15,8 +15,9 @@ from memfit.cli.precision import read_precision
 from memfit.cli.script import check_script, show_exception
 from memfit.core.errors import MemfitError
 from memfit.core.replay import replay
-from memfit.diagnosis.collecting import find_idle_collections
+from memfit.diagnosis.collecting import find_idle_calls
 from memfit.diagnosis.dead import find_dead, peak_without_dead
+from memfit.diagnosis.held import find_held, held_in
 from memfit.diagnosis.precision import compare, describe
 from memfit.report import draw_dead, draw_trace, follow_progress, open_console
 
@@ -69,10 +70,10 @@ def trace(
             console.print("\n".join(lines), highlight=False)
             console.print()
         console.print(draw_trace(taken))
-        if findings := find_dead(taken):
+        if findings := [*find_dead(taken), *find_held(taken)]:
             console.print()
-            console.print(draw_dead(findings, replay(taken).peak_bytes, peak_without_dead(taken)))
-        for finding in find_idle_collections(taken):
+            console.print(draw_dead(findings, replay(taken).peak_bytes, peak_without_dead(taken, held_in(taken))))
+        for finding in find_idle_calls(taken):
             console.print(f"{finding.path}:{finding.line} {finding.message}. {finding.remedy}", markup=False)
         console.print()
         if output is None:

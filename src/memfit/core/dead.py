@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from memfit.core.liveness import DeadName
-from memfit.core.trace import DROP, RELEASE, SAVE, Trace
+from memfit.core.trace import ALLOC, DROP, PHASE, RELEASE, SAVE, UNPACK, Trace
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def dead_in(trace: Trace) -> list[Dead]:
     known = [each.name for each in fields(DeadName)]
     found = []
     for row in trace.meta.get("dead_names", ()):
-        name = DeadName(**{each: row[each] for each in known})
+        name = DeadName(**{each: row[each] for each in known if each in row})
         name = replace(name, bound_lines=tuple(name.bound_lines))  # JSON has lists
         found.append(Dead(name, row["storage"], row["event"], row["is_unsaved"]))
     return found
@@ -40,7 +40,7 @@ def let_go_early(trace: Trace, dead: Iterable[Dead], until: int | None = None) -
     """The trace of the same step with these let go where they die; with `until`, only the events up to that one of the original.
 
     With a name goes the graph that only it held: the handles autograd dropped directly before the storage was released. Other
-    holds of autograd's stay what they are.
+    holds of autograd's stay what they are. What is dead when the step begins has been let go in the step before, so it is not there.
     """
     dies: dict[int, int] = {}
     for each in dead:
@@ -49,9 +49,14 @@ def let_go_early(trace: Trace, dead: Iterable[Dead], until: int | None = None) -
     gone: set[int] = set()  # events that moved
     saved = {operand: index for index, (operation, operand) in enumerate(trace.events) if operation == SAVE}
     released = {operand: index for index, (operation, operand) in enumerate(trace.events) if operation == RELEASE}
+    begin = next((index for index, (operation, _) in enumerate(trace.events) if operation == PHASE), 0)
+    held = {operand: index for index, (operation, operand) in enumerate(trace.events[:begin]) if operation == ALLOC}
     for storage, event in dies.items():
         place = released.get(storage, len(trace.events))
         if place < event:
+            continue
+        if event <= begin + 1 and storage in held:
+            gone.update((held[storage], place))
             continue
         start = place
         while start > event and trace.events[start - 1][0] == DROP and saved.get(trace.events[start - 1][1], event) < event:
@@ -65,6 +70,21 @@ def let_go_early(trace: Trace, dead: Iterable[Dead], until: int | None = None) -
         if index not in gone:
             events.append(each_event)
     return replace(trace, events=tuple(events))
+
+
+def old_gradients(trace: Trace) -> list[Dead]:
+    """Gradients alive when the step began and let go before its backward; dead from the step's start on."""
+    start = next((index for index, (operation, _) in enumerate(trace.events) if operation == PHASE), 0)
+    end = next((index for index, (operation, _) in enumerate(trace.events) if operation == UNPACK), 0)
+    old = {
+        operand
+        for operation, operand in trace.events[:start]
+        if operation == ALLOC and trace.storages[operand].kind == "gradient"
+    }
+    nobody = DeadName("", "", "", 0, ())
+    return [
+        Dead(nobody, operand, start + 1) for operation, operand in trace.events[:end] if operation == RELEASE and operand in old
+    ]
 
 
 def freed_bytes(trace: Trace) -> dict[DeadName, int]:

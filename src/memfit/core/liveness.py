@@ -33,6 +33,7 @@ class DeadName:
     path: the file. function: qualified name, or MODULE. bound_lines: lines that may have bound the value, in order.
     line: the last line of the statement before the place; where a block begins there (`at_start`) its first line. A value can die
         at a block's start: on one branch only, or on the way from a loop's end back to its start.
+    deleted_line: the line of the program's own `del` of it further down in the function; 0 where there is none.
     """
 
     path: str
@@ -41,6 +42,7 @@ class DeadName:
     line: int
     bound_lines: tuple[int, ...]
     at_start: bool = False
+    deleted_line: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,13 @@ class _Scope:
         # Python mangles `__name` in classes, and a name the program deletes is never known to be bound.
         self._names = {name for name in names - never_ours(body) if not name.startswith("__")}
         self._deleted = frozenset().union(*(deletes(stmt) for stmt in body))
+        self._del_lines = sorted(
+            (name, node.lineno)
+            for stmt in (body if self._deleted else ())
+            for node in ast.walk(stmt)
+            if isinstance(node, ast.Delete)
+            for name in deletes(node)
+        )
         self._before: dict[ast.stmt, _Names] = {}
         self._after: dict[ast.stmt, _Names] = {}
         self._found: dict[tuple[int, int], list[Death]] = {}
@@ -206,7 +215,8 @@ class _Scope:
             return ways.on_break
         if isinstance(stmt, ast.Continue):
             return ways.on_continue
-        return (out - targets(stmt).keys() - deletes(stmt)) | reads(stmt)
+        # `out - targets(stmt).keys()` would be a set, which a `|=` elsewhere changes in place under all who hold it.
+        return out.difference(targets(stmt), deletes(stmt)) | reads(stmt)
 
     def _live_loop(self, stmt: _Loops, out: _Names, ways: _Ways) -> _Names:
         once, each_time, bound = _loop_parts(stmt)
@@ -214,7 +224,7 @@ class _Scope:
         head = after
         while True:
             body = self._live_block(stmt.body, head, replace(ways, on_break=out, on_continue=head))
-            grown = head | (body - binds(bound).keys()) | reads(each_time, bound)
+            grown = head | body.difference(binds(bound)) | reads(each_time, bound)
             if grown == head:
                 return head | reads(once)
             head = grown
@@ -248,12 +258,15 @@ class _Scope:
     def _release(self, block: list[ast.stmt], index: int, state: _State, live: _Names, line: int, *, at_start: bool) -> _State:
         self._found[id(block), index] = [  # a later walk of the same loop knows better
             Death(
-                DeadName(self._path, self._function, name, line, tuple(sorted(state.held[name])), at_start),
+                DeadName(self._path, self._function, name, line, tuple(sorted(state.held[name])), at_start, self._deleted_after(name, line)),
                 block, index, is_bound=name in state.bound,
             )
             for name in sorted(state.held.keys() - live)
         ]  # fmt: skip
         return replace(state, held={name: lines for name, lines in state.held.items() if name in live})
+
+    def _deleted_after(self, name: str, line: int) -> int:
+        return next((each for deleted, each in self._del_lines if deleted == name and each >= line), 0)
 
     def _bind(self, state: _State, names: Mapping[str, int], *, for_sure: bool = True) -> _State:
         ours = {name: frozenset([line]) for name, line in names.items() if name in self._names}

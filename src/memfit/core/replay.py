@@ -18,7 +18,7 @@ from memfit.core.breakdown import bytes_by, peak_by_phase
 from memfit.core.rerun import Rerun, Restore, Tables
 from memfit.core.trace import PHASE, PHASES, Trace
 
-__all__ = ["Replay", "Replayer", "Restore", "bytes_by", "peak_by_phase", "replay"]
+__all__ = ["Replay", "Replayer", "Request", "Restore", "bytes_by", "peak_by_phase", "replay"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,18 @@ class Replay:
     def calls(self) -> tuple[int, ...]:
         """The replayed calls in the order they ran."""
         return tuple(call for restore in self.restores for call in restore.calls)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one event asks of an allocator: bytes taken and given back within it, instances freed, and then made, as (instance, bytes).
+
+    An instance is a storage of the trace, or a restored copy, whose numbers come after those.
+    """
+
+    moment_bytes: int
+    freed: tuple[int, ...]
+    made: tuple[tuple[int, int], ...]
 
 
 def replay(trace: Trace, evict: Iterable[int] = (), pin: Iterable[int] = ()) -> Replay:
@@ -89,6 +101,20 @@ class Replayer(Tables):
         run = Rerun(self, frozenset(evict), frozenset(pin))
         run.play(self.short_events)
         return run.peak_bytes, sum(restore.seconds for restore in run.restores)
+
+    def requests(self, evict: Iterable[int] = (), pin: Iterable[int] = ()) -> list[Request]:
+        """What the step asks of an allocator, event by event. Costs a look at all storages an event: some seconds for a large trace."""
+        run = Rerun(self, frozenset(evict), frozenset(pin))
+        alive: set[int] = set()
+        found = []
+        for operation, operand in self.events:
+            before = run.live
+            run.play([(operation, operand, 0)])
+            now = {instance for instance, count in enumerate(run.holds) if count and run.sizes[instance]}
+            freed, made = tuple(sorted(alive - now)), tuple((each, run.sizes[each]) for each in sorted(now - alive))
+            found.append(Request(run.high - max(before, run.live), freed, made))
+            alive = now
+        return found
 
 
 def _phase_at(trace: Trace, event: int) -> str:

@@ -7,14 +7,15 @@ step without it, so it is less than what is held where another moment is nearly 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memfit.core.dead import Dead, dead_in, let_go_early
+from memfit.core.dead import Dead, dead_in, let_go_early, old_gradients
 from memfit.core.finding import Finding
 from memfit.core.liveness import MODULE, DeadName
 from memfit.core.replay import Replay, replay
 from memfit.core.sizes import format_size
-from memfit.core.trace import ALLOC, PHASE, RELEASE, UNPACK, Trace
+from memfit.core.trace import Trace
 
 DEAD_NAME = "MF203"
 LATE_ZERO_GRAD = "MF401"
@@ -28,9 +29,9 @@ def find_dead(trace: Trace) -> list[Finding]:
     return sorted(found, key=lambda finding: (-(finding.num_bytes or 0), finding))
 
 
-def peak_without_dead(trace: Trace) -> int:
-    """Bytes at the peak of the same step with everything let go where it dies, gradients included."""
-    return replay(let_go_early(trace, [*dead_in(trace), *_old_gradients(trace)])).peak_bytes
+def peak_without_dead(trace: Trace, more: Iterable[Dead] = ()) -> int:
+    """Bytes at the peak of the same step with everything let go where it dies, gradients and `more` included."""
+    return replay(let_go_early(trace, [*dead_in(trace), *old_gradients(trace), *more])).peak_bytes
 
 
 def _dead_names(trace: Trace, step: Replay) -> list[Finding]:
@@ -39,11 +40,11 @@ def _dead_names(trace: Trace, step: Replay) -> list[Finding]:
     for dead in dead_in(trace):
         if dead.name in at_peak:  # with its other deaths: a loop's peak comes once a turn
             by_name.setdefault(dead.name, []).append(dead)
-    found = [_about_name(name, _weigh(trace, step, each), step) for name, each in by_name.items()]
+    found = [_about_name(name, weigh(trace, step, each), step) for name, each in by_name.items()]
     return [each for each in found if each is not None]
 
 
-def _about_name(name: DeadName, worth: _Worth, step: Replay) -> Finding | None:
+def _about_name(name: DeadName, worth: Worth, step: Replay) -> Finding | None:
     if not worth.is_telling:
         return None
     bound = " or ".join(map(str, name.bound_lines))
@@ -62,9 +63,9 @@ def _about_name(name: DeadName, worth: _Worth, step: Replay) -> Finding | None:
 
 def _late_zero_grad(trace: Trace, step: Replay) -> list[Finding]:
     """Gradients of the step before, alive at the peak, and let go after it and before a backward could add to them."""
-    dead = [each for each in _old_gradients(trace) if each.storage in step.holders]
+    dead = [each for each in old_gradients(trace) if each.storage in step.holders]
     location = str(trace.meta.get("gradients_freed", ""))
-    worth = _weigh(trace, step, dead)
+    worth = weigh(trace, step, dead)
     if not location or not worth.is_telling:
         return []
     path, _, line = location.rpartition(":")
@@ -73,23 +74,8 @@ def _late_zero_grad(trace: Trace, step: Replay) -> list[Finding]:
     return [Finding(path, int(line), 1, LATE_ZERO_GRAD, message, remedy, worth.held_bytes, measured=True)]
 
 
-def _old_gradients(trace: Trace) -> list[Dead]:
-    """Gradients alive when the step began and let go before its backward; dead from the step's start on."""
-    start = next((index for index, (operation, _) in enumerate(trace.events) if operation == PHASE), 0)
-    end = next((index for index, (operation, _) in enumerate(trace.events) if operation == UNPACK), 0)
-    old = {
-        operand
-        for operation, operand in trace.events[:start]
-        if operation == ALLOC and trace.storages[operand].kind == "gradient"
-    }
-    nobody = DeadName("", "", "", 0, ())
-    return [
-        Dead(nobody, operand, start + 1) for operation, operand in trace.events[:end] if operation == RELEASE and operand in old
-    ]
-
-
 @dataclass(frozen=True)
-class _Worth:
+class Worth:
     """held_bytes: what is held for nothing at the peak. gain_bytes: by how much the peak of the step falls without it."""
 
     held_bytes: int
@@ -105,8 +91,9 @@ class _Worth:
         return f"{action}: the peak falls by {format_size(self.gain_bytes)}{less}."
 
 
-def _weigh(trace: Trace, step: Replay, dead: list[Dead]) -> _Worth:
+def weigh(trace: Trace, step: Replay, dead: list[Dead]) -> Worth:
+    """What these hold at the peak of the replayed step, and what the peak is worth without them."""
     if not dead:
-        return _Worth(0, 0, step.peak_bytes)
+        return Worth(0, 0, step.peak_bytes)
     there = replay(let_go_early(trace, dead, until=step.peak_event)).high_bytes[-1]
-    return _Worth(step.peak_bytes - there, step.peak_bytes - replay(let_go_early(trace, dead)).peak_bytes, step.peak_bytes)
+    return Worth(step.peak_bytes - there, step.peak_bytes - replay(let_go_early(trace, dead)).peak_bytes, step.peak_bytes)

@@ -53,6 +53,9 @@ class Tape(TorchFunctionMode):
         self.pin_sources = False
         self.observer: Observer | None = None
         self.on_root: Callable[[torch.nn.Module, Any], None] | None = None  # told before a module the program itself calls
+        self.on_enter: Callable[[tuple[int, str, int]], None] | None = (
+            None  # told (section, path, invocation) of each module call
+        )
         self.counts = Counts()
         self.places = Places()
         self.cells: dict[int, Cell] = {}
@@ -183,6 +186,9 @@ class Tape(TorchFunctionMode):
     def enter_module(self, module: torch.nn.Module) -> None:
         """A module's forward pass begins."""
         self.places.enter(module)
+        frame = self.places.frame
+        if self.on_enter is not None and frame.invocation >= 0:
+            self.on_enter((self.places.section, frame.path, frame.invocation))
 
     def before_optimizer(self, _: Any, args: Any, kwargs: Any) -> None:
         """A hook for whoever has one before optimizer steps: stand aside if nothing evicted waits for what the optimizer overwrites. (A

@@ -43,6 +43,10 @@ class Backend(Protocol):
         """Bytes this process has taken from the device (reserved, not only allocated), or None if unknown."""
         ...
 
+    def allocated_bytes(self) -> int | None:
+        """Bytes of what the process has taken that are in use now, or None if unknown."""
+        ...
+
     def give_back(self) -> None:
         """Give the device what the process has taken and does not use."""
         ...
@@ -77,6 +81,9 @@ class CpuBackend:
         return None
 
     def process_bytes(self) -> int | None:
+        return None
+
+    def allocated_bytes(self) -> int | None:
         return None
 
     def give_back(self) -> None:
@@ -114,6 +121,9 @@ class CudaBackend:
 
     def process_bytes(self) -> int | None:
         return torch.cuda.memory_reserved()
+
+    def allocated_bytes(self) -> int | None:
+        return torch.cuda.memory_allocated()
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()

@@ -27,8 +27,9 @@ from memfit.engine.location import user_line
 from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, num_holders, pop_dispatch_mode, top_dispatch_mode, transform_level
 from memfit.measurement.backends import Backend
-from memfit.measurement.collecting import CollectionWatch
+from memfit.measurement.collecting import CollectionWatch, EmptyingWatch
 from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed
+from memfit.measurement.held import PEAK, START, Held, HolderWatch
 
 _LOSSES = frozenset(
     [
@@ -52,7 +53,7 @@ _LOSSES = frozenset(
 class _Storage:
     """A storage while it is watched."""
 
-    __slots__ = ("handles", "index", "kind", "location", "module", "nbytes", "own", "persistent", "ref", "released")
+    __slots__ = ("handles", "index", "kind", "last_use", "location", "module", "nbytes", "own", "persistent", "ref", "released")
 
     ref: Callable[[], torch.UntypedStorage | None]
 
@@ -66,6 +67,7 @@ class _Storage:
         self.own = own  # made by memfit's own restoring: not part of the program's step
         self.handles: set[int] = set()  # handles that hold it now
         self.released = False
+        self.last_use = -1  # number of events before the last operation that read it
         self.ref = _dead  # until it is known
 
 
@@ -89,6 +91,7 @@ class Recorder(TorchDispatchMode):
         self.phase = "other"
         self.make_room: Callable[[int], None] | None = None  # asked for bytes before an operation comes near limit_bytes
         self.limit_bytes = 0
+        self.holders: HolderWatch | None = None  # asked who holds what, where there is time for it
         self._is_restoring = is_restoring
         self._known = tensors
         self._parameter_shapes: list[tuple[tuple[int, ...], str]] = []
@@ -107,8 +110,12 @@ class Recorder(TorchDispatchMode):
         self._current: dict[str, Any] | None = None
         self._estimates: dict[Any, int] = {}
         self._collections = CollectionWatch(lambda: self.live_bytes)
+        self._emptyings = EmptyingWatch(backend.process_bytes)
         self._gradients_freed = ""  # the line that cleared gradients before backward
         self._dead: list[tuple[int, _Storage, DeadName, bool]] = []
+        self._held: list[Held] = []
+        self._shared: list[dict[str, Any]] = []  # names the program deletes while others hold their storage
+        self._peak_operation = 0
         self._overhead_seconds = 0.0
         self._start_seconds = 0.0
         self._num_operations = 0
@@ -142,17 +149,22 @@ class Recorder(TorchDispatchMode):
         for tensor in _tensors_alive():
             self._file_known(tensor, "input")
         take_off_stopped()
+        if self.holders is not None and self.holders.peak_operation:
+            self._look(START)
         self._is_on = True
         self._set_phase("forward")
         self._start_seconds = time.perf_counter()
         self._overhead_seconds = 0.0
         self._collections.start()
+        if self.backend.name != "cpu":  # there nothing freed is kept
+            self._emptyings.start()
         self.__enter__()
 
     def stop(self) -> None:
         """Stop watching; idempotent. Under a mode of the program's ours stays where it is and does nothing."""
         if self._is_on:
             self._collections.stop()
+            self._emptyings.stop()
         self._is_on = False
         take_off_stopped()
 
@@ -170,6 +182,7 @@ class Recorder(TorchDispatchMode):
                     watched.persistent = kind == "optimizer state"
         renumber: dict[int, int] = {}
         rows: list[core.Storage] = []
+        self._note_places()
         for each in self._storages:
             if not each.own:
                 renumber[each.index] = len(rows)
@@ -189,6 +202,7 @@ class Recorder(TorchDispatchMode):
         meta["num_operations"] = self._num_operations
         meta["gradients_freed"] = self._gradients_freed
         meta["collections"] = [asdict(each) for each in self._collections.seen]
+        meta["emptyings"] = [asdict(each) for each in self._emptyings.seen]
         meta["dead_names"] = [
             {
                 "event": len(self._prelude) + position,
@@ -197,6 +211,17 @@ class Recorder(TorchDispatchMode):
                 **asdict(name),
             }
             for position, watched, name, is_unsaved in self._dead
+        ]
+        meta["shared_names"] = [
+            {**row, "event": len(self._prelude) + row["event"], "storage": renumber[row["storage"]]} for row in self._shared
+        ]
+        meta["held"] = [
+            {
+                **asdict(each),
+                "storage": renumber[each.storage],
+                "last_use": use if (use := self._storages[each.storage].last_use) < 0 else len(self._prelude) + use,
+            }
+            for each in self._held
         ]
         meta["num_threads"] = torch.get_num_threads()
         trace = core.Trace(
@@ -211,6 +236,30 @@ class Recorder(TorchDispatchMode):
         )
         self._overhead_seconds += time.perf_counter() - entered
         return trace
+
+    def _look(self, when: str) -> None:
+        """Ask who holds what the program holds, parameters included."""
+        assert self.holders is not None
+        asked = {}
+        for watched in self._watched.values():
+            storage = watched.ref()
+            if storage is None or watched.own or (watched.persistent and watched.kind != "parameter"):
+                continue
+            if watched.kind != "gradient" and num_holders(storage) > len(watched.handles):
+                asked[watched.index] = storage, watched.kind == "parameter"
+        self._held += self.holders.look(asked, self.live_bytes, when)
+
+    def _note_places(self) -> None:
+        """Where what is alive was made, for the next step's trace; what this one knows from the last."""
+        if self.holders is None:
+            return
+        for each in self._watched.values():
+            storage = each.ref()
+            if storage is not None and each.location:
+                self.holders.note_made(storage, each.module, each.location)
+            elif storage is not None:
+                each.module, each.location = self.holders.place_of(storage)
+        self.holders.peak_operation = max(self._peak_operation, 1)
 
     def _smooth_seconds(self) -> None:
         """Give equal calls (same function, same bytes in and out) their median time: one measurement of each is noisy."""
@@ -265,6 +314,7 @@ class Recorder(TorchDispatchMode):
         if self.live_bytes + spike > self.peak_bytes:
             self.peak_bytes = self.live_bytes + spike
             self.peak_phase = self.phase
+            self._peak_operation = self._num_operations
             self.peak_bytes_by_kind = dict(self._live_by_kind, workspace=spike)
         if self._current is not None:
             self._current["highest"] = max(self._current["highest"], self.live_bytes + spike)
@@ -298,8 +348,14 @@ class Recorder(TorchDispatchMode):
     def note_dead(self, storage: torch.UntypedStorage, name: DeadName, num_tensors: int) -> None:
         """The program reads this name no more, and with it would go `num_tensors` that hold the storage: all there are, or not."""
         watched = self._watched.get(storage._cdata)
-        if self._is_on and watched is not None and num_holders(storage) <= len(watched.handles) + num_tensors:
+        if not self._is_on or watched is None:
+            return
+        if num_tensors and num_holders(storage) <= len(watched.handles) + num_tensors:
             self._dead.append((len(self._events), watched, name, not watched.handles))
+        elif (
+            name.deleted_line and self.holders is not None and (chain := self.holders.who_else(storage, name, self.live_bytes))
+        ):
+            self._shared.append({"event": len(self._events), "storage": watched.index, "chain": chain, **asdict(name)})
 
     def _reclassify(self, watched: _Storage, kind: str) -> None:
         if watched.ref() is not None:
@@ -333,8 +389,8 @@ class Recorder(TorchDispatchMode):
             if _has_storage(tensor):
                 storage = tensor.untyped_storage()
                 nbytes += storage.nbytes()
-                if storage._cdata not in self._watched and not own:
-                    self._file_known(tensor, "input")
+                if not own and (read := self._watched.get(storage._cdata) or self._file_known(tensor, "input")) is not None:
+                    read.last_use = len(self._events)
             del tensor
         key.extend(each for each in args if isinstance(each, (int, float, bool)))
         key.extend(tuple(each) for each in args if isinstance(each, list) and all(isinstance(n, int) for n in each))
@@ -360,8 +416,12 @@ class Recorder(TorchDispatchMode):
                     if self._current is not None:
                         watched.module = self._current["module"]
                         watched.location = self._current["location"]
+                    elif self.phase != "backward":
+                        watched.location = user_line()
         if self._current is not None:
             self._current["seconds"] += seconds
+        if self.holders is not None and self._num_operations == self.holders.peak_operation:
+            self._look(PEAK)
         self._overhead_seconds += time.perf_counter() - entered - seconds
         return result
 
@@ -504,6 +564,8 @@ class Recorder(TorchDispatchMode):
     def on_save(self, handle: Handle, call: Call | None) -> None:
         if not self._is_on or handle.cell is None:
             return
+        if not self._handle_rows and self.holders is not None and not self.holders.peak_operation:
+            self.holders.note_old(ref for each in self._watched.values() if (ref := each.ref()) is not None)
         watched = self._watched.get(handle.cell.ref.key)
         if watched is not None and watched.own:  # a graph built inside backward on what was restored (reentrant checkpoint)
             return

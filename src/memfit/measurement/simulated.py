@@ -13,10 +13,11 @@ Source: c10/cuda/CUDACachingAllocator.cpp; https://docs.pytorch.org/docs/stable/
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from memfit.core.trace import ALLOC, BEGIN, DROP, RELEASE, SAVE, SPIKE, Trace
+from memfit.core.replay import Replayer, Request
+from memfit.core.trace import BEGIN, PHASE, PHASES, PLACE, Trace
 
 ROUND_BYTES = 512
 SMALL_BYTES = 1 << 20  # the largest request that small segments serve
@@ -24,6 +25,12 @@ SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_SEGMENT_BYTES = 20 << 20
 OWN_SEGMENT_BYTES = 10 << 20  # from here on a request has a segment of its own
 ROUND_SEGMENT_BYTES = 2 << 20
+
+_MAX_TRIES = 200  # places simulated for one growth, evenly spread
+
+# (section, module path, invocation), as in a call's place.
+Station = tuple[int, str, int]
+OPTIMIZER_STEP: Station = (-1, "optimizer step", 0)
 
 
 class _Block:
@@ -165,71 +172,104 @@ class Usage:
     num_retries: int
 
 
-def simulate(trace: Trace, empty_before: Collection[int] = (), limit_bytes: int | None = None) -> Usage:
-    """The traced step, run plainly, on a simulated card that holds nothing else; `empty_cache` is called before these events.
+def simulate(
+    trace: Trace,
+    empty_before: Collection[int] = (),
+    limit_bytes: int | None = None,
+    *,
+    requests: Sequence[Request] | None = None,
+    is_warm: bool = False,
+) -> Usage:
+    """The traced step on a simulated card that holds nothing else; `empty_cache` is called before these events.
 
-    limit_bytes: see SimulatedAllocator, which also says what is raised.
+    limit_bytes: see SimulatedAllocator, which also says what is raised. requests: of the step under a plan (Replayer.requests); by
+    default it runs plainly. is_warm: with the cache that an equal step before it has left.
     """
     allocator = SimulatedAllocator(limit_bytes)
+    requests = requests if requests is not None else Replayer(trace).requests()
+    if is_warm:
+        for address in _run(allocator, requests, empty_before)[0]:
+            allocator.free(address)
+        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes = 0, allocator.reserved_bytes
+    return _run(allocator, requests, empty_before)[1]
+
+
+def _run(
+    allocator: SimulatedAllocator, requests: Sequence[Request], empty_before: Collection[int]
+) -> tuple[Collection[int], Usage]:
+    """The addresses in use after the step, and what it took."""
     addresses: dict[int, int] = {}
     allocated, reserved, spare = [], [], []
     given: dict[int, int] = {}
     peak_event = 0
-    for index, (num_bytes, storages_freed, storages_made) in enumerate(_requests(trace)):
+    for index, request in enumerate(requests):
         spare.append(allocator.spare_bytes)
         if index in empty_before:
             given[index] = allocator.empty_cache()
         before = allocator.peak_reserved_bytes
-        if num_bytes:
-            allocator.free(allocator.allocate(num_bytes))
-        for storage in storages_freed:
-            allocator.free(addresses.pop(storage))
-        for storage in storages_made:
-            addresses[storage] = allocator.allocate(trace.storages[storage].nbytes)
+        if request.moment_bytes > 0:
+            allocator.free(allocator.allocate(request.moment_bytes))
+        for instance in request.freed:
+            allocator.free(addresses.pop(instance))
+        for instance, num_bytes in request.made:
+            addresses[instance] = allocator.allocate(num_bytes)
         if allocator.peak_reserved_bytes > before:
             peak_event = index
         allocated.append(allocator.allocated_bytes)
         reserved.append(allocator.reserved_bytes)
-    return Usage(
+    return addresses.values(), Usage(
         tuple(allocated), tuple(reserved), tuple(spare), allocator.peak_allocated_bytes, allocator.peak_reserved_bytes,
         peak_event, given, allocator.num_segments, allocator.num_retries,
     )  # fmt: skip
 
 
-def _requests(trace: Trace) -> Iterator[tuple[int, list[int], list[int]]]:
-    """For each event: bytes taken for a moment, storages freed, storages made. A storage lives until program and autograd let go."""
-    holds = [0] * len(trace.storages)
-    for operation, operand in trace.events:
-        storage = trace.cells[trace.handles[operand].cell].storage if operation in (SAVE, DROP) else operand
-        change = 1 if operation in (ALLOC, SAVE) else -1 if operation in (RELEASE, DROP) else 0
-        made: list[int] = []
-        freed: list[int] = []
-        if change and trace.storages[storage].nbytes:
-            holds[storage] += change
-            if holds[storage] == 0 and change < 0:
-                freed.append(storage)
-            elif holds[storage] == 1 and change > 0:
-                made.append(storage)
-        yield operand if operation == SPIKE else 0, freed, made
+def stations(trace: Trace) -> dict[int, Station]:
+    """The events of a step in which memfit can act without watching every call, each with how it is known again in a later step: the
+    first call of a module that has no modules of its own, in forward, and the optimizer's step."""
+    paths = {call.module for call in trace.calls}
+    is_inner = {path: any(other.startswith(f"{path}.") for other in paths) for path in paths}
+    found: dict[int, Station] = {}
+    for index, (operation, operand) in enumerate(trace.events):
+        if operation == PHASE and PHASES[operand] == "optimizer step":
+            found[index] = OPTIMIZER_STEP
+        match = PLACE.fullmatch(trace.calls[operand].place) if operation == BEGIN else None
+        if match is not None and match[2] and match[4] == "0" and not is_inner[trace.calls[operand].module]:
+            found.setdefault(index, (int(match[1]), match[2], int(match[3])))
+    return found
 
 
-def propose_emptying(trace: Trace, budget_bytes: int) -> tuple[int, ...]:
-    """Events (the beginnings of calls) before which `empty_cache` keeps the reserved bytes of the step within the budget.
+def propose_emptying(
+    trace: Trace,
+    budget_bytes: int,
+    evict: Collection[int] = (),
+    pin: Collection[int] = (),
+    places: Collection[int] | None = None,
+    *,
+    is_warm: bool = False,
+) -> tuple[int, ...]:
+    """Events before which `empty_cache` keeps the reserved bytes of the step within the budget. evict, pin: cells, as a plan has them.
+    places: events to choose from; by default the beginnings of all calls. is_warm: see `simulate`.
 
     Nothing where they are within it anyway, or where no call brings them down: each one makes the device wait and has to be followed
-    by asking for segments again. Greedy: at the peak, the last place before it that lowers it; at most one call for each growth.
+    by asking for segments again. Greedy: at the peak, the last place before it that lowers it, or one behind it in the step before; at
+    most one call for each growth.
     """
     chosen: tuple[int, ...] = ()
-    usage = simulate(trace)
-    places = [index for index, (operation, _) in enumerate(trace.events) if operation == BEGIN]
+    requests = Replayer(trace).requests(evict, pin)
+    usage = simulate(trace, requests=requests, is_warm=is_warm)
+    if places is None:
+        places = [index for index, (operation, _) in enumerate(trace.events) if operation == BEGIN]
+    ordered = sorted(places)
     while usage.peak_reserved_bytes > budget_bytes:
+        split = bisect.bisect_right(ordered, usage.peak_event)
+        tries = [*reversed(ordered[:split]), *(reversed(ordered[split:]) if is_warm else ())]
         seen = set()
-        for place in reversed(places[: bisect.bisect_right(places, usage.peak_event)]):
+        for place in tries[:: -(-len(tries) // _MAX_TRIES)] if tries else ():
             state = usage.spare_bytes[place], usage.reserved_bytes[place - 1] if place else 0
-            if not state[0] or state in seen:  # nothing to give back, or as much as at a later place
+            if not state[0] or (state in seen and not is_warm):  # nothing to give back, or as much as at a later place
                 continue
             seen.add(state)
-            tried = simulate(trace, (*chosen, place))
+            tried = simulate(trace, (*chosen, place), requests=requests, is_warm=is_warm)
             if tried.peak_reserved_bytes < usage.peak_reserved_bytes:
                 chosen, usage = (*chosen, place), tried
                 break

@@ -30,6 +30,7 @@ from memfit.core.dead import freed_bytes
 from memfit.core.errors import MemfitError, TraceError
 from memfit.core.result import Result
 from memfit.core.trace import Trace
+from memfit.measurement.held import HolderWatch
 from memfit.runtime.loading import releasing_imports
 from memfit.runtime.session import OnProgress, Session
 from memfit.techniques import release as technique
@@ -122,6 +123,7 @@ def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None)
             raise _Enough
 
     session = Session(None, None, on_progress=on_progress, on_trace=stop)
+    session.holders = HolderWatch()
     hook = register_optimizer_step_pre_hook(stop_again)
     stop_noting = technique.releases.start(technique.NOTE)
     error: BaseException | None = None

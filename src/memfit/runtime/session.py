@@ -38,7 +38,10 @@ from memfit.core.trace import Trace
 from memfit.engine.private import is_on_top, stacks
 from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
+from memfit.measurement.held import HolderWatch
 from memfit.measurement.recorder import Recorder, take_off_stopped
+from memfit.measurement.simulated import OPTIMIZER_STEP
+from memfit.runtime.emptying import Emptying, plan_emptying
 from memfit.runtime.guard import Guard
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.runtime.watch import SizeWatch
@@ -89,6 +92,7 @@ class Session:
     ) -> None:
         """draw: makes the text of `report` (runtime may not import report). facts: fields of the Result that the caller knows."""
         self.traces: list[Trace] = []
+        self.holders: HolderWatch | None = None  # set before `with`: measured steps say who holds what at their peak
         self.plan = plan
         self.messages: list[str] = []
         self._budget_bytes = budget_bytes
@@ -105,6 +109,7 @@ class Session:
         self._tape.on_root = self._watch.look
         self._recorder: Recorder | None = None
         self._guard: Guard | None = None
+        self._emptying: Emptying | None = None
         self._undo: list[Callable[[], Any]] = []
         self._is_installed = False
         self._num_steps = self._num_measured = self._num_planned = self._num_verified = 0
@@ -182,6 +187,7 @@ class Session:
         self._is_over = True
         self._watch.leave()
         self._stop_recorder()
+        self._stop_emptying()
         take_off_stopped()
         while self._undo:
             self._undo.pop()()
@@ -250,6 +256,8 @@ class Session:
         if self._recorder is not None:
             self._recorder.set_phase("optimizer step")
         self._tape.before_optimizer(optimizer, args, kwargs)
+        if self._emptying is not None:
+            self._emptying.pass_by(OPTIMIZER_STEP)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._tape.after_optimizer()
@@ -285,6 +293,7 @@ class Session:
         self._note_peak(self._num_steps + 1)
         self._remember_program()
         self._stop_recorder()
+        self._stop_emptying()
         self.plan = None
         recompute.apply(self._tape, ())
         self._watch.forget()
@@ -357,6 +366,7 @@ class Session:
             "gradient": [p.grad for p in self._parameters() if p.grad is not None],
         }
         recorder = Recorder(self._backend, lambda: tape.is_restoring, known)
+        recorder.holders = self.holders
         tape.record_all = True
         self._watch.is_learning = self.plan is None or self._is_given  # a plan from a file does not say for which inputs
         if self._budget_bytes is not None and self.plan is None and self._is_training:
@@ -428,7 +438,7 @@ class Session:
         measured = trace.meta["measured_peak_bytes"]
         predicted = self.plan.predicted_peak_bytes if self.plan is not None else None
         is_steady = self._num_measured_here >= 2
-        is_fragmented = self._note_fragmentation(measured)
+        is_fragmented = self._note_fragmentation(trace, measured)
         if self._is_given and self.plan is not None and measured <= self._budget_bytes:
             if not is_steady:  # it holds; the second step has all of the state
                 self._begin_measured_step()
@@ -471,19 +481,32 @@ class Session:
             f"planned again with the measured step and {format_size(self._margin_bytes)} kept free."
         )
 
-    def _note_fragmentation(self, measured_bytes: int) -> bool:
-        """Where the process has taken more from the card than the budget, though less was allocated: keep the difference free from
-        now on, and give the cache back so that the next step shows whether that is enough. True if so."""
+    def _note_fragmentation(self, trace: Trace, measured_bytes: int) -> bool:
+        """Where the process has taken more from the card than the budget, though less was allocated: empty its cache in stages where
+        that is enough, else keep the difference free from now on; the next step shows. True if so."""
         taken_bytes = self._backend.process_bytes()
         if self._budget_bytes is None or taken_bytes is None or taken_bytes <= self._budget_bytes:
             return False
-        self._margin_bytes = max(self._margin_bytes, taken_bytes - measured_bytes)
-        self.messages.append(
+        about = (
             f"step {self._num_steps}: the process took {format_size(taken_bytes)} from the card where {format_size(measured_bytes)} were "
-            f"allocated at most; {format_size(self._margin_bytes)} are kept free for that."
+            "allocated at most; "
         )
+        if self._emptying is None and (places := plan_emptying(trace, self.plan, self._budget_bytes)):
+            self._emptying = Emptying(self._backend, places)
+            self._tape.on_enter = self._emptying.pass_by
+            self.messages.append(f"{about}from here on its cache is emptied at {len(places)} of the step's places.")
+        else:
+            self._margin_bytes = max(self._margin_bytes, taken_bytes - measured_bytes)
+            self.messages.append(f"{about}{format_size(self._margin_bytes)} are kept free for that.")
         self._backend.give_back()
         return True
+
+    def _stop_emptying(self) -> None:
+        if self._emptying is not None and self._emptying.num_calls:
+            self.messages.append(
+                f"the card's cache was emptied {self._emptying.num_calls} times, which gave back {format_size(self._emptying.given_bytes)} in all."
+            )
+        self._emptying = self._tape.on_enter = None
 
     def _plan_for(self, trace: Trace, is_steady: bool) -> Plan:
         """A plan from a measured step. After the first one, gradients are assumed to stay as long as can be planned."""
@@ -535,7 +558,7 @@ class Session:
         self._watch.is_learning = False
         if self.plan is not None and self._budget_bytes is not None and 2 * self.plan.eager_peak_bytes > self._budget_bytes:
             self._watch.stay()
-        if is_on_top(self._tape, self._tape.pack_hook):
+        if self._emptying is None and is_on_top(self._tape, self._tape.pack_hook):
             self._uninstall()
             self._stacks_below = stacks()
         else:

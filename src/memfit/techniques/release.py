@@ -39,8 +39,8 @@ _MAX_ELEMENTS = 4096  # of a container that is looked through
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device, slice)
 
 
-# Told of a storage that may die with a name: (storage, name, tensors that go). Called where only the name holds the tensor; others
-# may be views of the same storage.
+# Told of a storage that may die with a name: (storage, name, tensors that go); others may be views of the same storage. Of a name that
+# the program deletes itself it is also told where other references hold the tensor, so that none goes.
 Watch = Callable[[torch.UntypedStorage, DeadName, int], None]
 
 
@@ -83,7 +83,7 @@ class Releases:
         """A storage may die with the name, and with `num_tensors` that only the name holds."""
         if self.watch is not None:
             self.watch(storage, name, num_tensors)
-        if self.mode == NOTE:
+        if self.mode == NOTE and num_tensors:
             self._noted.append((weakref.ref(storage), name, num_tensors))
 
 
@@ -111,6 +111,8 @@ def let_go(value: Any, site: int) -> Any:
                 )  # a view takes its base along
                 del base
                 releases.tell(tensor.untyped_storage(), releases.sites[site], num_tensors)
+            elif releases.sites[site].deleted_line:
+                releases.tell(tensor.untyped_storage(), releases.sites[site], 0)
     return value if releases.mode == NOTE else None
 
 

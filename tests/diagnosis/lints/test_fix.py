@@ -392,7 +392,7 @@ def test_many_programs_compute_the_same_bits_after_mending_and_a_second_run_chan
     for seed in range(30):
         program = random_program(seed)
         once = fix_text(program)
-        assert fix_text(once.text) == type(once)(once.text, 0), program
+        assert fix_text(once.text) == type(once)(once.text), program
         assert run(once.text) == run(program), program
         assert len(check_text(once.text)) <= len(check_text(program)) - (once.num_mends > 0), program
         num_changed += once.num_mends > 0

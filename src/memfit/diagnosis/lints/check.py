@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ from memfit.core.errors import MemfitError
 from memfit.core.finding import Finding
 from memfit.diagnosis.lints.facts import words
 from memfit.diagnosis.lints.flow import analyse
+from memfit.diagnosis.lints.notebook import join_cells, read_cells
 from memfit.diagnosis.lints.program import read_program
 from memfit.diagnosis.lints.report import Mend, Report
 from memfit.diagnosis.lints.rules import RULES
-from memfit.diagnosis.lints.source import Source, parse_text, read_source
+from memfit.diagnosis.lints.source import Source, parse_text
 
-_SUFFIXES = (".py", ".ipynb")
+NOTEBOOK = ".ipynb"
+_SUFFIXES = (".py", NOTEBOOK)
 _SKIPPED = words("__pycache__ node_modules site-packages venv env build dist")
 _MANY_FILES = 64  # from here on starting processes pays
 
@@ -113,7 +116,7 @@ def _walk(directory: Path) -> Iterator[Path]:
 def check_file(path: Path, chosen: Chosen = EVERYTHING) -> Checked:
     """Checks one file; what cannot be read or parsed becomes a problem, not an exception."""
     try:
-        source = read_source(path, str(path))
+        source = _read_source(path)
     except SyntaxError as error:
         return Checked(problems=(f"{path}:{error.lineno or 1} could not be parsed: {error.msg}.",), num_files=1)
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -124,6 +127,17 @@ def check_file(path: Path, chosen: Chosen = EVERYTHING) -> Checked:
     if source is None:
         return Checked(num_files=1)
     return Checked(tuple(finding for finding, _ in find_in(source, chosen)), source.broken, 1)
+
+
+def _read_source(path: Path) -> Source | None:
+    """The source at `path`; None where it has nothing to do with PyTorch.
+
+    Raises OSError, UnicodeDecodeError, SyntaxError, and ValueError for what calls itself a notebook and is none.
+    """
+    if path.suffix == NOTEBOOK:
+        return join_cells(read_cells(path.read_text(encoding="utf-8")), str(path))
+    with tokenize.open(path) as file:  # heeds the coding line
+        return parse_text(file.read(), str(path))
 
 
 def check_text(text: str, name: str = "<text>", chosen: Chosen = EVERYTHING) -> list[Finding]:

@@ -1,18 +1,13 @@
-"""Reading what is checked: a Python file, or a notebook whose code cells are joined into one program.
-
-A notebook's magics (`%time`, `!pip`) are blanked, so that lines stay where they are. Format: https://nbformat.readthedocs.io
-"""
+"""A source that is checked: its text, its tree, and the places in it as the user knows them. `notebook` makes one of cells."""
 
 from __future__ import annotations
 
 import ast
 import io
-import json
 import re
 import tokenize
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 _IGNORE = re.compile(r"#\s*memfit:\s*ignore(?:\[([^\]]*)\])?")
 # Only files that speak of these can train anything with PyTorch.
@@ -22,7 +17,8 @@ _TRAINING = re.compile(r"\b(torch|lightning|pytorch_lightning|transformers|accel
 @dataclass(frozen=True)
 class Source:
     """A readable source. text: what is parsed; tree: its ast. starts: of a notebook, (first line in text, cell number) of every
-    cell; () of a file. ignored: line -> codes, or None for all. broken: sentences about cells that could not be parsed."""
+    cell; () of a file. ignored: line -> codes, or None for all. broken: sentences about cells that could not be parsed. hidden: words of
+    a notebook's magics, which may read or bind variables."""
 
     path: str
     text: str
@@ -30,6 +26,7 @@ class Source:
     starts: tuple[tuple[int, int], ...] = ()
     ignored: tuple[tuple[int, tuple[str, ...] | None], ...] = ()
     broken: tuple[str, ...] = ()
+    hidden: frozenset[str] = frozenset()
 
     def place(self, line: int) -> tuple[str, int]:
         """(path, line) as the user knows it: 'work.ipynb:cell 3' and the line in that cell."""
@@ -37,6 +34,10 @@ class Source:
             if line >= start:
                 return f"{self.path}:cell {cell}", line - start + 1
         return self.path, line
+
+    def cell(self, line: int) -> int:
+        """The number of the notebook's cell in which the line is; 0 in a file."""
+        return next((cell for start, cell in reversed(self.starts) if line >= start), 0)
 
     def column(self, line: int, offset: int) -> int:
         """The 1-based column in characters of a 0-based offset in UTF-8 bytes."""
@@ -60,71 +61,14 @@ def may_train(text: str) -> bool:
     return _TRAINING.search(text) is not None
 
 
-def read_source(path: Path, name: str) -> Source | None:
-    """The source at `path`, called `name` in findings; None where it has nothing to do with PyTorch.
-
-    Raises OSError, UnicodeDecodeError, SyntaxError, and ValueError for what calls itself a notebook and is none.
-    """
-    if path.suffix == ".ipynb":
-        return _read_notebook(path.read_text(encoding="utf-8"), name)
-    with tokenize.open(path) as file:  # heeds the coding line
-        text = file.read()
-    return parse_text(text, name)
-
-
 def parse_text(text: str, name: str) -> Source | None:
     """The source of a Python text. Raises SyntaxError (ValueError for null bytes)."""
     if not may_train(text):
         return None
-    return Source(name, text, ast.parse(text), ignored=_find_ignored(text))
+    return Source(name, text, ast.parse(text), ignored=find_ignored(text))
 
 
-def _read_notebook(text: str, name: str) -> Source | None:
-    try:
-        cells = json.loads(text)["cells"]
-        codes = [(number, "".join(cell["source"])) for number, cell in enumerate(cells, start=1) if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"it is no notebook of format 4 ({type(error).__name__}: {error})") from error
-    joined: list[str] = []
-    starts: list[tuple[int, int]] = []
-    broken: list[str] = []
-    for number, code in codes:
-        code = _blank_magics(code)
-        try:
-            ast.parse(code)
-        except (SyntaxError, ValueError) as error:
-            line = getattr(error, "lineno", None) or 1
-            broken.append(
-                f"{name}:cell {number}:{line} could not be parsed ({getattr(error, 'msg', error)}); the other cells were."
-            )
-            continue
-        starts.append((len(joined) + 1, number))
-        joined += code.split("\n")
-    whole = "\n".join(joined)
-    if not may_train(whole) and not broken:
-        return None
-    return Source(name, whole, ast.parse(whole), tuple(starts), _find_ignored(whole), tuple(broken))
-
-
-def _blank_magics(code: str) -> str:
-    """The cell with its magics and shell lines as comments; a cell of another language (`%%bash`) is all comment."""
-    lines = code.split("\n")
-    first = next((line for line in lines if line.strip()), "")
-    if first.startswith("%%") and not re.match(r"%%(time|timeit|capture|prun|memit|mprun|script python)\b", first):
-        return "\n".join("#" for _ in lines)
-    return "\n".join(_blank_magic(line) for line in lines)
-
-
-def _blank_magic(line: str) -> str:
-    """`!nvidia-smi`, `%matplotlib inline`, `model?` -> `pass` at the same indent; `x = !ls` and `x = %time f()` -> `x = None`."""
-    indent, body = line[: len(line) - len(line.lstrip())], line.lstrip()
-    if body.startswith(("%", "!", "?")) or re.fullmatch(r"[\w.]+\?{1,2}", body.rstrip()):
-        return f"{indent}pass"
-    assigned = re.match(r"([\w., ]+=\s*)[!%]\w", body)
-    return f"{indent}{assigned.group(1)}None" if assigned else line
-
-
-def _find_ignored(text: str) -> tuple[tuple[int, tuple[str, ...] | None], ...]:
+def find_ignored(text: str) -> tuple[tuple[int, tuple[str, ...] | None], ...]:
     """Comments `# memfit: ignore` and `# memfit: ignore[MF101, MF2]` by line."""
     if "memfit: ignore" not in text and "memfit:ignore" not in text:
         return ()
