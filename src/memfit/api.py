@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
 from memfit.core.finding import Finding
 from memfit.core.plan import APPROXIMATE, BITWISE, EXACTNESS, Plan
 from memfit.core.precision import Choice
+from memfit.core.proof import Proof
 from memfit.core.sizes import format_size, parse_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.core.verify import check_verify
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from memfit.core.growth import GrowthReport
+    from memfit.diagnosis.values import ValueLog
     from memfit.diagnosis.watch import GrowthWatch
     from memfit.runtime.script import ScriptRun
     from memfit.runtime.session import OnProgress, Session
@@ -232,11 +239,18 @@ def watch_growth(items: Iterable[T] = (), *, budget: str | int | None = None, ma
 
 
 def watch_script(
-    path: str, args: list[str], *, budget: int | None = None, max_steps: int | None = None
+    path: str,
+    args: list[str],
+    *,
+    budget: int | None = None,
+    max_steps: int | None = None,
+    texts: Mapping[str, str] | None = None,
+    values: ValueLog | None = None,
 ) -> tuple[GrowthReport, int, BaseException | None]:
     """Run a script under a growth watch: what grew, the script's exit code, and what ended it.
 
     max_steps: stop the script after so many steps (its `finally` blocks run; the exit code is then 0).
+    texts: by absolute path, what is run in place of a file's own text. values: filled, for `prove_growth`.
     """
     from memfit.runtime.script import execute, exit_code_of
 
@@ -248,12 +262,78 @@ def watch_script(
 
     watch: GrowthWatch[Any] = watch_growth(budget=budget, max_steps=max_steps)
     watch.on_enough = stop
+    watch.values = values
     error: BaseException | None = None
     with watch:
         try:
-            execute(path, args, watch.look_now)
+            execute(path, args, watch.look_now, texts)
         except Enough:
             pass
         except BaseException as caught:
             error = caught
     return replace(watch.report, program=path), exit_code_of(error), error
+
+
+def prove_growth(
+    path: str,
+    args: list[str],
+    report: GrowthReport,
+    values: ValueLog,
+    error: BaseException | None,
+    max_steps: int | None = None,
+) -> Proof:
+    """Mend in a copy what the report says grows, run the script again from the copy, and compare (`diagnosis.proving`).
+
+    report, values, error: of `watch_script` with this script. The copy is text alone: it runs in a process of its own under the script's
+    name and directory, so imports and relative files are the same; what it prints is thrown away. No file is changed, except by the
+    script itself.
+    """
+    from memfit.core.growth import load
+    from memfit.diagnosis.proving import Ran, prove
+
+    def run(texts: Mapping[str, str]) -> Ran:
+        with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+            job, out = Path(folder, "job.json"), Path(folder, "report.json")
+            task = {"path": path, "args": args, "max_steps": max_steps, "texts": dict(texts), "out": str(out)}
+            job.write_text(json.dumps(task), encoding="utf-8")
+            command = [sys.executable, "-c", _WATCH_COPY, str(job), str(Path(__file__).parents[1])]
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+            if not job.with_name("values.json").exists():
+                words = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+                return Ran(
+                    None, exit_code=done.returncode, problem=f"the copy gave no report (exit code {done.returncode}): {words}"
+                )
+            ran = json.loads(job.with_name("values.json").read_text(encoding="utf-8"))
+            return Ran(load(out), tuple(ran["outputs"]), tuple(ran["gradients"]), ran["exception"], ran["exit_code"])
+
+    return prove(Ran(report, tuple(values.outputs), tuple(values.gradients), _exception_name(error)), run)
+
+
+# The same memfit, wherever this one was imported from.
+_WATCH_COPY = (
+    "import sys; sys.path.insert(0, sys.argv[2]); from memfit import api; del sys.path[0]; api.watch_copy(sys.argv[1])"
+)
+
+
+def _exception_name(error: BaseException | None) -> str:
+    return "" if error is None or isinstance(error, SystemExit) else type(error).__name__
+
+
+def watch_copy(job: str) -> None:
+    """In a process of `prove_growth`: run the copy, and write its report and its values beside the job."""
+    from memfit.core.growth import save
+    from memfit.diagnosis.values import ValueLog
+
+    task = json.loads(Path(job).read_text(encoding="utf-8"))
+    values = ValueLog()
+    report, exit_code, error = watch_script(
+        task["path"], task["args"], max_steps=task["max_steps"], texts=task["texts"], values=values
+    )
+    save(report, task["out"])
+    ran = {
+        "outputs": values.outputs,
+        "gradients": values.gradients,
+        "exit_code": exit_code,
+        "exception": _exception_name(error),
+    }
+    Path(job).with_name("values.json").write_text(json.dumps(ran), encoding="utf-8")

@@ -98,3 +98,33 @@ def test_bad_input_is_refused_in_a_sentence_before_anything_runs(memfit, tmp_pat
     code, out, err = memfit("leaks", *args)
     assert (code, out) == (2, "")
     assert words in " ".join(err.split())
+
+
+def test_prove_runs_a_mended_copy_with_the_scripts_own_imports_and_files_and_writes_none_of_them(memfit, tmp_path):
+    (tmp_path / "numbers.txt").write_text("8")
+    (tmp_path / "sums.py").write_text(
+        "total = 0\ndef join(loss):\n    global total\n    total = total + loss\n    return total\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "from pathlib import Path\nimport torch\nimport sums\nmodel = torch.nn.Linear(16, 16)\nkept = []\n"
+        "for step in range(int(Path('numbers.txt').read_text())):\n    loss = model(torch.randn(8, 16)).tanh().mean()\n"
+        "    loss.backward()\n    sums.join(loss)\n    kept.append(loss)\nprint('once')\n"
+    )
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    code, out, err = memfit("leaks", "--prove", "--json", "out.json", "train.py")
+    assert (code, out) == (0, "once\n")
+    assert "\n+    total = (total + loss).detach()\n" in err
+    assert "\n+    kept.append(loss.detach())\n" in err
+    words = " ".join(err.split())
+    assert "After flat: 0 B and 0 graph nodes a step, over 8 steps" in words
+    assert "Equal yes, bit for bit: 8 outputs of modules and the gradients of 8 backward passes" in words
+    proof = json.loads((tmp_path / "out.json").read_text())["proof"]
+    assert (proof["is_flat"], proof["after"], proof["before"][1] > 0) == (True, [0, 0], True)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_prove_says_that_nothing_grows(memfit, tmp_path):
+    (tmp_path / "train.py").write_text(LEAK.replace("    kept.append(out)", "    del out").format(end=""))
+    code, _, err = memfit("leaks", "--prove", "train.py")
+    assert code == 0
+    assert "Nothing grows, so there is nothing to mend." in err

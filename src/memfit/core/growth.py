@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from memfit.core.finding import Finding
 from memfit.core.sizes import format_size
@@ -136,15 +137,28 @@ class GrowthReport:
         return max(0, (self.budget_bytes - self.live_bytes) // self.bytes_per_step)
 
 
-def save(report: GrowthReport, path: str | Path) -> None:
-    """Write it as JSON: the report's own fields, and its findings as `findings`."""
+def save(report: GrowthReport, path: str | Path, proof: dict[str, Any] | None = None) -> None:
+    """Write it as JSON: the report's own fields, and its findings as `findings`. proof: see `core.proof.to_document`."""
     document = {
         "format": "memfit-growth",
         **asdict(report),
         "findings": [asdict(each) for each in report.findings],
         "steps_left": report.steps_left,
+        **({} if proof is None else {"proof": proof}),
     }
     Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def load(path: str | Path) -> GrowthReport:
+    """What `save` wrote. Raises OSError, and ValueError for what is no such file."""
+    document = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or document.pop("format", None) != "memfit-growth":
+        raise ValueError(f"{path} is no growth report: `memfit leaks --json` writes one.")
+    rows = [{**row, "made_at": tuple(map(tuple, row["made_at"]))} for row in document.pop("growths")]
+    known = {name: value for name, value in document.items() if name not in ("findings", "steps_left", "proof")}
+    known |= {name: tuple(known[name]) for name in ("settled", "messages")}
+    known["settled"] = tuple(map(tuple, known["settled"]))
+    return GrowthReport(growths=tuple(Growth(**row) for row in rows), **known)
 
 
 def judge(samples: Sequence[Sample], *, is_own_input: bool) -> Rise | None:

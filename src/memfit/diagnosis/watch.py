@@ -17,6 +17,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -27,6 +28,7 @@ from memfit.diagnosis.candidates import Candidates
 from memfit.diagnosis.judging import find_settled, judge_loop
 from memfit.diagnosis.looks import Looks
 from memfit.diagnosis.record import Record
+from memfit.diagnosis.values import ValueLog
 from memfit.measurement.births import Ledger
 from memfit.measurement.loops import BACKWARD, MODULE, NOTHING, OPTIMIZER, Loop, LoopFinder
 
@@ -40,7 +42,7 @@ class GrowthWatch(Generic[T]):
     """Watches while it is entered, or while it is iterated. Made by `memfit.watch_growth`.
 
     budget_bytes: for the projection. max_steps: watch so many steps;
-    then `on_enough` is called, if there is one.
+    then `on_enough` is called, if there is one. values: filled meanwhile, if there is one.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class GrowthWatch(Generic[T]):
         self._budget_bytes = budget_bytes
         self._max_steps = max_steps
         self.on_enough: Callable[[], None] | None = None
+        self.values: ValueLog | None = None
         self._draw = draw
         self._finder = LoopFinder(self._on_around, self._on_end)
         self._ledger = Ledger(self._finder, self._on_mark)
@@ -79,6 +82,9 @@ class GrowthWatch(Generic[T]):
         ]
         gc.callbacks.append(self._looks.on_collector)
         self._ledger.start()
+        if self.values is not None:
+            self.values.start(self._quiet)
+            self._undo.append(self.values.stop)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -133,9 +139,20 @@ class GrowthWatch(Generic[T]):
         self._ledger.is_in_optimizer = False
         self._on_mark(OPTIMIZER)
 
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Inside, nothing is watched."""
+        was_on, self._ledger.is_on = self._ledger.is_on, False
+        try:
+            yield
+        finally:
+            self._ledger.is_on = was_on
+
     def _on_mark(self, rank: int) -> None:
         if not self._ledger.is_on:
             return
+        if rank == BACKWARD and self.values is not None:
+            self.values.note_backward()
         self._finder.mark(rank)
         if rank in (BACKWARD, OPTIMIZER):
             self._candidates.note_use()

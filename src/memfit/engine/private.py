@@ -18,6 +18,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call it when the backward pass that runs now has ended, all gradients in place. RuntimeError outside of one.
+
+    Source: DistributedDataParallel and FSDP end their communication so.
+    """
+    variable: Any = torch.autograd.Variable
+    variable._execution_engine.queue_callback(call)
+
+
 def num_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors hold the storage, the given Python object not counted. Source: `torch._inductor.cudagraph_trees`."""
     return torch._C._storage_Use_Count(storage._cdata) - 1

@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
@@ -30,7 +30,7 @@ from memfit.core.dead import freed_bytes
 from memfit.core.errors import MemfitError, TraceError
 from memfit.core.result import Result
 from memfit.core.trace import Trace
-from memfit.runtime.loading import releasing_imports
+from memfit.runtime.loading import releasing_imports, standing_in
 from memfit.runtime.session import OnProgress, Session
 from memfit.techniques import release as technique
 
@@ -183,13 +183,20 @@ def exit_code_of(error: BaseException | None) -> int:
     return 2 if isinstance(error, MemfitError) else 1
 
 
-def execute(path: str, args: list[str], at_end: Callable[[], None] | None = None) -> None:
+def execute(
+    path: str, args: list[str], at_end: Callable[[], None] | None = None, texts: Mapping[str, str] | None = None
+) -> None:
     """Run the file as `__main__`, with its releases if such have been started. Raises what it raises, SyntaxError and SystemExit too.
 
     at_end: called when its last line has run, or while what ended it is on its way out: its names are all still there.
+    texts: by absolute path, what is run in place of a file's own text: the script's, or that of a module it imports.
     """
     file = os.path.abspath(path)  # as Python has it since 3.9; symbolic links are not followed here, but in sys.path[0]
-    code = technique.load_code(Path(file).read_bytes(), file, is_main=True)
+    texts = texts or {}
+    if file in texts:
+        code = compile(texts[file], file, "exec", dont_inherit=True)
+    else:
+        code = technique.load_code(Path(file).read_bytes(), file, is_main=True)
     main = ModuleType("__main__")
     main.__dict__.update(
         __file__=file,
@@ -199,7 +206,7 @@ def execute(path: str, args: list[str], at_end: Callable[[], None] | None = None
         __spec__=None,
         __cached__=None,
     )
-    own_modules: AbstractContextManager[None] = contextlib.nullcontext()
+    own_modules: AbstractContextManager[None] = standing_in(texts) if texts else contextlib.nullcontext()
     if technique.releases.mode != technique.KEEP:
         main.__dict__.update(technique.NAMES)
         own_modules = releasing_imports(os.path.dirname(file))
