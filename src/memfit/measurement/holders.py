@@ -10,10 +10,12 @@ from __future__ import annotations
 import collections
 import gc
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,9 +74,14 @@ class Heap:
     by_storage: dict[int, list[torch.Tensor]]
     grads: dict[int, torch.Tensor]  # id of a gradient: its parameter
     graphs: list[Graph]
-    existing: set[int]  # ids of what the collector knew before the search began: what came later is our own and holds nothing
     dead_frames: list[types.FrameType]  # with a token, of calls that are over (a running frame is not the collector's yet)
     caches: list[Any]  # of functools.lru_cache
+    objects: list[Any]  # all that the collector knew before the search began
+
+    @cached_property
+    def existing(self) -> set[int]:
+        """The ids of `objects`: what came later is our own and holds nothing. Made where a search is needed at all."""
+        return set(map(id, self.objects))
 
     @property
     def num_nodes(self) -> int:
@@ -84,7 +91,7 @@ class Heap:
 
 def take_heap(frame: types.FrameType) -> Heap:
     """All of it, as seen from the running frame."""
-    heap = Heap([], {}, {}, [], {}, {}, [], set(), [], [])
+    heap = Heap([], {}, {}, [], {}, {}, [], [], [], gc.get_objects())
     _sort_objects(heap)
     stack: types.FrameType | None = frame
     while stack is not None:
@@ -110,19 +117,15 @@ def take_heap(frame: types.FrameType) -> Heap:
 
 
 def _sort_objects(heap: Heap) -> None:
-    objects = gc.get_objects()
-    heap.existing.update(map(id, objects))
-    is_tensor: dict[type, bool] = {}
-    for each in objects:
-        kind = type(each)
-        known = is_tensor.get(kind)
-        if known is None:
-            known = is_tensor[kind] = issubclass(kind, torch.Tensor)
-        if known:
+    kinds = set(map(type, heap.objects))
+    tensors = {kind for kind in kinds if issubclass(kind, torch.Tensor)}
+    wanted = {*tensors, CACHE, types.FrameType}
+    for each in itertools.compress(heap.objects, map(wanted.__contains__, map(type, heap.objects))):  # 300,000, none in Python
+        if type(each) in tensors:
             heap.tensors.append(each)
-        elif kind is CACHE:
+        elif type(each) is CACHE:
             heap.caches.append(each)
-        elif kind is types.FrameType and type(each.f_trace) is Token:
+        elif type(each.f_trace) is Token:
             heap.dead_frames.append(each)
 
 
