@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memfit.core.growth import GrowthReport
     from memfit.diagnosis.values import ValueLog
     from memfit.diagnosis.watch import GrowthWatch
-    from memfit.runtime.script import ScriptRun
+    from memfit.runtime.script import ScriptRun, TraceRun
     from memfit.runtime.session import OnProgress, Session
 
 T = TypeVar("T")
@@ -126,12 +126,17 @@ def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None)
 
 def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> Trace:
     """The Trace of a script's second training step, in this precision; the script is stopped there. Raises TraceError if it never trains."""
+    return trace_run(path, args, on_progress, precision).whole()
+
+
+def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> TraceRun:
+    """As `trace_script`, raising nothing that ends the script: what there is of one that ended before, and what ended it."""
     from memfit.integrations import apex
     from memfit.runtime.precision import Precision
-    from memfit.runtime.script import trace_script
+    from memfit.runtime.script import trace_run
 
     with apex.standing_in(), Precision(precision) if precision is not None else nullcontext():
-        return trace_script(path, args, on_progress)
+        return trace_run(path, args, on_progress)
 
 
 def find_measured(path: str, args: list[str]) -> list[Finding]:
@@ -186,7 +191,8 @@ def run_script(
     session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
     with apex.standing_in() as messages:
         ran, label = _run_in(precision, path, args, session, allow, release, messages)
-    result = replace(ran.result, precision=label, messages=(*messages, *ran.result.messages))
+    findings = tuple(findings_of(session.traces[-1])) if session.traces else ()
+    result = replace(ran.result, precision=label, findings=findings, messages=(*messages, *ran.result.messages))
     return replace(ran, result=replace(result, budget_source=source) if source else result)
 
 
