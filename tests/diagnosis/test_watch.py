@@ -329,6 +329,26 @@ def test_silent_on_what_only_looks_like_growth(watch, source):
     assert [(each.line, each.chain) for each in ran.found] == []
 
 
+def test_the_longest_batch_that_comes_late_is_told_by_the_peaks_of_the_steps_and_no_growth(watch):
+    ran = watch("""
+        model = nn.Linear(64, 64, bias=False)
+        for length in (64, 32, 64, 64, 512, 64):
+            model(torch.randn(length, 64)).sum().backward()
+            model.zero_grad()
+    """)
+    assert ran.found == []
+    peaks = ran.report.peaks
+    # the weights, the batch and the output, which has gone when the weights' gradient comes; the loss and its gradient are 4 bytes
+    assert (peaks.first_step, peaks.first_bytes) == (1, (64 + 2 * 64) * 64 * 4 + 8)
+    assert peaks.largest_bytes == pytest.approx((64 + 2 * 512) * 64 * 4, abs=8)
+    assert (peaks.largest_step, peaks.num_steps, peaks.is_uneven) == (5, 6, True)
+
+
+def test_optimizer_state_that_arrives_in_the_first_step_makes_no_step_uneven(watch):
+    ran = watch(TRAIN + "    for _ in range(5):\n        train_step(torch.randn(8, 32))\n")
+    assert (ran.report.peaks.first_step, ran.report.peaks.num_steps, ran.report.peaks.is_uneven) == (2, 5, False)
+
+
 def test_a_script_that_dies_in_its_fifth_step_gets_the_findings_up_to_there(watch):
     ran = watch(
         TRAIN

@@ -37,6 +37,7 @@ CODES = {
 }
 MIN_SAMPLES = 3
 MIN_BYTES = 64  # a step: below, it takes 16 million steps to fill a gigabyte
+MIN_UNEVEN_BYTES = 4096
 MIN_SHARE_FOR_A_WHILE = 0.1  # the same for what an evaluation or a rollout piles up and lets go at its end
 MIN_SHARE = 0.02  # of the bytes a step makes: a program may collect its results
 
@@ -102,10 +103,26 @@ class Growth:
 
 
 @dataclass(frozen=True)
+class StepPeaks:
+    """The most that was alive in a step, of what was made meanwhile: of an early step (from 1), and of the largest of `num_steps`."""
+
+    first_step: int
+    first_bytes: int
+    largest_step: int
+    largest_bytes: int
+    num_steps: int
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a step took half as much again as the early one: then a measured early step says little."""
+        return self.largest_bytes >= 1.5 * self.first_bytes and self.largest_bytes - self.first_bytes >= MIN_UNEVEN_BYTES
+
+
+@dataclass(frozen=True)
 class GrowthReport:
     """All that was seen. settled: (file:line, bytes) that arrived and stayed, and do not grow.
 
-    num_steps, step: the steps watched and what a step was. live_bytes: alive at the end, of what was made meanwhile.
+    num_steps, step: the steps watched and what a step was; peaks: of theirs. live_bytes: alive at the end, of what was made meanwhile.
     messages: what could not be seen.
     """
 
@@ -116,6 +133,7 @@ class GrowthReport:
     step: str = ""
     live_bytes: int = 0
     peak_bytes: int = 0
+    peaks: StepPeaks | None = None
     budget_bytes: int | None = None
     messages: tuple[str, ...] = ()
 
@@ -158,6 +176,7 @@ def load(path: str | Path) -> GrowthReport:
     known = {name: value for name, value in document.items() if name not in ("findings", "steps_left", "proof")}
     known |= {name: tuple(known[name]) for name in ("settled", "messages")}
     known["settled"] = tuple(map(tuple, known["settled"]))
+    known["peaks"] = None if known["peaks"] is None else StepPeaks(**known["peaks"])
     return GrowthReport(growths=tuple(Growth(**row) for row in rows), **known)
 
 

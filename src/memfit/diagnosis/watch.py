@@ -27,6 +27,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.diagnosis.candidates import Candidates
 from memfit.diagnosis.judging import find_settled, judge_loop
 from memfit.diagnosis.looks import Looks
+from memfit.diagnosis.peaks import Peaks
 from memfit.diagnosis.record import Record
 from memfit.diagnosis.values import ValueLog
 from memfit.measurement.births import Ledger
@@ -62,6 +63,7 @@ class GrowthWatch(Generic[T]):
         self._finder = LoopFinder(self._on_around, self._on_end)
         self._ledger = Ledger(self._finder, self._on_mark)
         self._candidates = Candidates()
+        self._peaks = Peaks()
         self._looks = Looks(self._ledger)
         self._most: dict[int, tuple[int, str]] = {}  # by rank: (most iterations, file:line of the loop)
         self._settled: dict[int, dict[str, int]] = {}  # by rank of the loop: file:line, bytes
@@ -110,6 +112,7 @@ class GrowthWatch(Generic[T]):
             return
         if self._pid == os.getpid():
             self._finder.finish()
+        self._ledger.take_high()
         self._ledger.is_on = True  # so that it takes its hooks off after a pause, too
         self._ledger.stop()
         gc.callbacks.remove(self._looks.on_collector)
@@ -165,6 +168,7 @@ class GrowthWatch(Generic[T]):
             record = loop.data = Record(self._ledger.born_bytes, {site: site.born_bytes for site in self._ledger.sites})
         record.end_watchpoint(sys._getframe())
         record.sample(loop.iteration, self._ledger.sites)
+        self._peaks.note(self._finder.active, loop, self._ledger.take_high())
         self._candidates.settle(loop)
         if self._looks.is_due(loop, max(self._most, default=NOTHING)):
             self._looks.look(loop, record, sys._getframe())
@@ -188,6 +192,7 @@ class GrowthWatch(Generic[T]):
         if record is None:
             return
         record.end_watchpoint(sys._getframe())
+        self._peaks.end(loop, self._ledger.take_high())
         active = self._finder.active
         outer = active[-1] if active and active[-1] is not loop else None
         for candidate in judge_loop(loop, record, self._ledger, outer):
@@ -208,6 +213,7 @@ class GrowthWatch(Generic[T]):
             step=f"{_STEP[best_rank]} in the loop at {step_loop}" if step_loop else "",
             live_bytes=self._ledger.live_bytes,
             peak_bytes=self._ledger.peak_bytes,
+            peaks=self._peaks.by_rank.get(best_rank),
             budget_bytes=self._budget_bytes,
             messages=tuple(self._looks.messages),
         )

@@ -90,7 +90,8 @@ class Ledger(TorchDispatchMode):
         self.finder = finder
         self.live_bytes = 0
         self.born_bytes = 0
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # as of the last `take_high`
+        self._high_bytes = 0
         self.sites: dict[Site, None] = {}  # with something alive
         self.backwards: dict[tuple[str, int], tuple[bool, bool]] = {}  # place of the call: (retain_graph, create_graph)
         self.is_on = False
@@ -122,6 +123,13 @@ class Ledger(TorchDispatchMode):
             self.__exit__(None, None, None)
             while self._undo:
                 self._undo.pop()()
+
+    def take_high(self) -> int:
+        """The most bytes alive since the last call."""
+        high = max(self._high_bytes, self.live_bytes)
+        self._high_bytes = self.live_bytes
+        self.peak_bytes = max(self.peak_bytes, high)
+        return high
 
     def birth_of(self, tensor: torch.Tensor) -> Birth | None:
         """The birth of the tensor's storage, if it is on the books."""
@@ -199,7 +207,8 @@ class Ledger(TorchDispatchMode):
         self.sites[site] = None
         self.born_bytes += nbytes
         self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self._high_bytes:
+            self._high_bytes = self.live_bytes
 
     def _site(self, place: tuple[CodeType, int], device: str, in_backward: bool) -> Site:
         key = (*place, device, in_backward)

@@ -61,6 +61,7 @@ class Loop:
     """
 
     __slots__ = (
+        "__weakref__",
         "_last",
         "code",
         "data",

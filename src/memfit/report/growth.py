@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from memfit.core.finding import Finding
-from memfit.core.growth import Growth, GrowthReport, show_path, to_finding
+from memfit.core.growth import Growth, GrowthReport, StepPeaks, show_path, to_finding
 from memfit.core.proof import Compared, Proof, growth_per_step
 from memfit.core.sizes import format_size
 from memfit.report.drawing import BAD, GOOD, HEAD, QUIET, draw_facts, draw_heading, draw_table, format_count
@@ -62,10 +62,23 @@ def _facts(report: GrowthReport) -> list[tuple[str, str | Text]]:
     facts.append(
         ("Peak", f"{format_size(report.peak_bytes)} of what was made meanwhile; {format_size(report.live_bytes)} at the end")
     )
+    if report.peaks is not None and report.peaks.is_uneven:
+        facts.append(("Step peaks", _draw_peaks(report.peaks, is_growing=any(each.is_material for each in report.growths))))
     if report.steps_left is not None and report.budget_bytes is not None:
         facts.append(("Full in", f"about {report.steps_left:,} more steps: {format_size(report.budget_bytes)}"))
     facts += [("Note", message) for message in report.messages]
     return facts
+
+
+def _draw_peaks(peaks: StepPeaks, *, is_growing: bool) -> str:
+    ratio = f"{peaks.largest_bytes / peaks.first_bytes:.1f} times as much as" if peaks.first_bytes else "beside"
+    text = f"{format_size(peaks.largest_bytes)} in step {peaks.largest_step}, {ratio} {format_size(peaks.first_bytes)} in step {peaks.first_step}"
+    if is_growing:
+        return text
+    return (
+        f"{text}. That is no growth, for nothing of it stays: that step had more to do. If it is the batch, a larger one still takes "
+        "more: put the largest first, or cap or bucket the lengths"
+    )
 
 
 def _draw_finding(growth: Growth, finding: Finding) -> list[RenderableType]:
