@@ -170,14 +170,20 @@ def save(report: GrowthReport, path: str | Path, proof: dict[str, Any] | None = 
 def load(path: str | Path) -> GrowthReport:
     """What `save` wrote. Raises OSError, and ValueError for what is no such file."""
     document = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(document, dict) or document.pop("format", None) != "memfit-growth":
+    if not isinstance(document, dict) or document.get("format") != "memfit-growth":
         raise ValueError(f"{path} is no growth report: `memfit leaks --json` writes one.")
-    rows = [{**row, "made_at": tuple(map(tuple, row["made_at"]))} for row in document.pop("growths")]
-    known = {name: value for name, value in document.items() if name not in ("findings", "steps_left", "proof")}
-    known |= {name: tuple(known[name]) for name in ("settled", "messages")}
+    return from_document(document)
+
+
+def from_document(document: dict[str, Any]) -> GrowthReport:
+    """The report in what `save` writes."""
+    derived = ("format", "findings", "steps_left", "proof")
+    known = {name: value for name, value in document.items() if name not in derived}
+    known["growths"] = tuple(Growth(**{**row, "made_at": tuple(map(tuple, row["made_at"]))}) for row in known["growths"])
     known["settled"] = tuple(map(tuple, known["settled"]))
+    known["messages"] = tuple(known["messages"])
     known["peaks"] = None if known["peaks"] is None else StepPeaks(**known["peaks"])
-    return GrowthReport(growths=tuple(Growth(**row) for row in rows), **known)
+    return GrowthReport(**known)
 
 
 def judge(samples: Sequence[Sample], *, is_own_input: bool) -> Rise | None:

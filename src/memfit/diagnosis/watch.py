@@ -42,7 +42,7 @@ _STEP = {OPTIMIZER: "an optimizer step", BACKWARD: "a backward pass", MODULE: "a
 class GrowthWatch(Generic[T]):
     """Watches while it is entered, or while it is iterated. Made by `memfit.watch_growth`.
 
-    budget_bytes: for the projection. max_steps: watch so many steps;
+    budget_bytes: for the projection. max_steps: watch so many steps (that call a module, at least);
     then `on_enough` is called, if there is one. values: filled meanwhile, if there is one.
     """
 
@@ -179,7 +179,8 @@ class GrowthWatch(Generic[T]):
         most = self._most.get(rank, (0, ""))[0]
         if loop.iteration > most:
             self._most[rank] = (loop.iteration, f"{core.show_path(loop.code.co_filename)}:{loop.line}")
-        if self._max_steps is not None and loop.iteration >= self._max_steps and rank == max(self._most):
+        is_step = rank > NOTHING and rank == max(self._most)  # a loop that reads data is no reason to stop
+        if self._max_steps is not None and is_step and loop.iteration >= self._max_steps:
             self.pause()
             if self.on_enough is not None:
                 self.on_enough()
