@@ -4,6 +4,10 @@
 
 Plain and watched loops alternate in pairs, and the figure is the median of the pairs' ratios; the watched ones include all samples and
 looks at the heap of a loop of that many steps (in a longer loop looks are rarer). One thread.
+
+On a shared machine seconds of CPU time differ by more than the watch costs. So the same is measured again on the same operations with
+tiny tensors, where little but the watch weighs: its milliseconds a step, which tensors of any size leave as they are, and their share of
+the plain W1 step above.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ import json
 import statistics
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
+import workloads
 from memfit import watch_growth
 from workloads import WORKLOADS, Setup
 
@@ -30,6 +36,18 @@ def seconds_of(setup: Setup, num_steps: int, *, watched: bool) -> float:
     for _ in watch_growth(items) if watched else items:
         setup.step()
     return (time.process_time() - start) / num_steps
+
+
+def milliseconds_of_watching(num_steps: int) -> float:
+    """CPU milliseconds a step that watching adds, looks included; from W1's operations on tiny tensors."""
+    with mock.patch.multiple(workloads, W1_BATCH=1, W1_LENGTH=8, W1_VOCABULARY=50, W1_WIDTH=16):
+        setup = WORKLOADS["W1"].make()
+    setup.step()
+    added = []
+    for _ in range(2 * NUM_ROUNDS):
+        plain, watched = (seconds_of(setup, num_steps, watched=on) for on in (False, True))
+        added.append(watched - plain)
+    return statistics.median(added) * 1e3
 
 
 def microseconds_of_call(*, watched: bool) -> float:
@@ -57,6 +75,7 @@ def main() -> None:
     for _ in range(NUM_ROUNDS):
         plain.append(seconds_of(setup, arguments.steps, watched=False))
         watched.append(seconds_of(setup, arguments.steps, watched=True))
+    added = milliseconds_of_watching(arguments.steps)
     calls = [microseconds_of_call(watched=on) for on in (False, True)]
     figures = {
         "torch": torch.__version__,
@@ -64,6 +83,8 @@ def main() -> None:
         "plain_seconds_per_step": plain,
         "watched_seconds_per_step": watched,
         "overhead_of_a_W1_step": statistics.median(on / off for off, on in zip(plain, watched, strict=True)) - 1,
+        "milliseconds_of_watching_per_step": added,
+        "share_of_a_W1_step": added / 1e3 / statistics.median(plain),
         "microseconds_per_call_plain": calls[0],
         "microseconds_per_call_watched": calls[1],
     }

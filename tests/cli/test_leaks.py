@@ -63,6 +63,19 @@ def test_an_exception_of_the_script_is_shown_as_python_shows_it_after_the_report
     assert "/memfit/" not in err
 
 
+def test_a_script_that_dies_in_its_second_step_is_told_that_growth_needs_more(memfit, tmp_path):
+    source = LEAK.replace(
+        "    kept.append(out)", "    kept.append(out)\n    if step == 1:\n        raise ValueError('no more data')"
+    )
+    (tmp_path / "train.py").write_text(source.format(end=""))
+    code, _, err = memfit("leaks", "train.py")
+    assert code == 1
+    words = " ".join(err.split())
+    assert "Steps 2 watched" in words
+    assert "Too few growth shows from the fourth step on" in words
+    assert err.endswith("ValueError: no more data\n")
+
+
 def test_ctrl_c_gives_the_report_so_far_and_130(memfit, tmp_path):
     (tmp_path / "train.py").write_text(LEAK.format(end="raise KeyboardInterrupt"))
     code, _, err = memfit("leaks", "train.py")
@@ -89,6 +102,7 @@ def test_steps_stops_the_script(memfit, tmp_path):
     [
         (["nope.py"], "memfit: There is no script nope.py."),
         (["--steps", "3", "train.py"], "memfit: --steps 3 is too few: growth shows from the fourth step on."),
+        (["--steps", "0", "train.py"], "memfit: --steps 0 is too few"),
         (["--budget", "1 XB", "train.py"], "memfit: BudgetError: '1 XB' is not a size"),
         (["--json", "nowhere/out.json", "train.py"], "there is no directory"),
     ],

@@ -261,6 +261,9 @@ def test_a_gradient_with_a_graph_keeps_its_parameter_for_ever(watch):
     "source",
     [
         """
+    rows = [{"inputs": torch.randint(0, 100, (16,)), "label": torch.tensor(number % 2)} for number in range(12)]
+        """,
+        """
     queue, averages, shadow = __import__("collections").deque(maxlen=3), torch.zeros(8), None
     for step in range(16):
         out, loss = train_step(torch.randn(8 + 2 * step, 32))
@@ -314,6 +317,7 @@ def test_a_gradient_with_a_graph_keeps_its_parameter_for_ever(watch):
         """,
     ],
     ids=[
+        "data of a program that never trains",
         "queue, average, copy",
         "curve of numbers",
         "accumulation",
