@@ -49,13 +49,13 @@ def mend_growth(growths: Iterable[Growth], *, only_safe: bool) -> tuple[tuple[Me
             elif not safe:
                 unmended.append(growth)
             codes |= safe
-        text, num_tried = edit_text(list(tried.values()), source) if tried else (source.text, 0)
+        text, _ = edit_text(source.text, list(tried.values()), source)
         fixed = fix_text(text, path, Chosen(select=tuple(sorted(codes)))) if codes else None
         text = text if fixed is None else fixed.text
         if text != source.text:
             num_safe = 0 if fixed is None else fixed.num_mends
             change = diff(source.text, text, show_path(path))
-            mended.append(Mended(path, text, tuple(sorted(codes)), num_safe, num_tried, change))
+            mended.append(Mended(path, text, tuple(sorted(codes)), num_safe, len(tried), change))
     return tuple(mended), tuple(unmended)
 
 

@@ -39,7 +39,7 @@ def fix_text(text: str, name: str = "<text>", chosen: Chosen = EVERYTHING) -> Fi
         mends = [] if source is None else _compatible([mend for _, mend in find_in(source, chosen) if mend is not None])
         if source is None or not mends:
             break
-        mended, count = edit_text(mends, source)
+        mended, count = edit_text(text, mends, source)
         if not count:
             break
         ast.parse(mended)  # a mend that breaks the program is a bug of ours: let it be seen
@@ -81,9 +81,9 @@ def _compatible(mends: Sequence[Mend]) -> list[Mend]:
     return kept
 
 
-def edit_text(mends: Sequence[Mend], source: Source) -> tuple[str, int]:
-    """The source's text with the mends, and how many of them could be made."""
-    wrapper = MetadataWrapper(cst.parse_module(source.text), unsafe_skip_copy=True)
+def edit_text(text: str, mends: Sequence[Mend], source: Source) -> tuple[str, int]:
+    """The text of the source with the mends, and how many of them could be made."""
+    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
     editor = _Editor(mends, source)
     return wrapper.visit(editor).code, editor.num_mends
 
