@@ -30,8 +30,8 @@ import torch
 from lints import BEGIN as _LINTS_BEGIN
 from lints import END, Case, Outcome, run_memfit, run_preflight
 from memfit import api
-from memfit.core.growth import from_document, save
-from memfit.core.proof import Proof, to_document
+from memfit.core import proof as core_proof
+from memfit.core.growth import from_document, to_document
 from memfit.diagnosis.proving import Ran, prove
 from memfit.diagnosis.values import ValueLog
 
@@ -62,8 +62,8 @@ def _expected_bytes(case: dict[str, Any]) -> float:
 # ---- running -----------------------------------------------------------------------------------------------------------
 
 
-def in_child(folder: Path, work: Callable[[Path], Any]) -> Any:
-    """What `work(scratch folder)` gives, run silently in a forked child in `folder`; through JSON. Raises RuntimeError if it gives nothing."""
+def in_child(folder: Path, work: Callable[[], Any]) -> Any:
+    """What `work()` gives, run silently in a forked child in `folder`; through JSON. Raises RuntimeError if it gives nothing."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "out.json")
         child = os.fork()
@@ -74,7 +74,7 @@ def in_child(folder: Path, work: Callable[[Path], Any]) -> Any:
                 for each in range(3):
                     os.dup2(quiet, each)
                 os.chdir(folder)
-                out.write_text(json.dumps(work(Path(scratch))), encoding="utf-8")
+                out.write_text(json.dumps(work()), encoding="utf-8")
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
@@ -86,13 +86,16 @@ def in_child(folder: Path, work: Callable[[Path], Any]) -> Any:
 def watch(folder: Path, file: str, texts: Mapping[str, str]) -> Ran:
     """One run of the program under `memfit leaks`, with these texts in place of its files'."""
 
-    def work(scratch: Path) -> dict[str, Any]:
+    def work() -> dict[str, Any]:
         values = ValueLog()
         report, exit_code, error = api.watch_script(file, [], values=values, texts=texts)
-        save(report, scratch / "report.json")
         failed = "" if error is None or isinstance(error, SystemExit) else type(error).__name__
-        document = json.loads((scratch / "report.json").read_text(encoding="utf-8"))
-        return {"report": document, "values": [values.outputs, values.gradients], "exit_code": exit_code, "failed": failed}
+        return {
+            "report": to_document(report),
+            "values": [values.outputs, values.gradients],
+            "exit_code": exit_code,
+            "failed": failed,
+        }
 
     ran = in_child(folder, work)
     outputs, gradients = ran["values"]
@@ -113,7 +116,9 @@ def measure(file: str) -> dict[str, Any]:
 # ---- judging -----------------------------------------------------------------------------------------------------------
 
 
-def judge(case: dict[str, Any], folder: Path, ran: Ran, proof: Proof | None, traced: dict[str, Any]) -> dict[str, Any]:
+def judge(
+    case: dict[str, Any], folder: Path, ran: Ran, proof: core_proof.Proof | None, traced: dict[str, Any]
+) -> dict[str, Any]:
     """One row: what `memfit leaks` and `memfit trace` said, and whether it is right."""
     report = ran.report
     leaks = {"findings": [asdict(each) for each in report.findings], "growths": [asdict(each) for each in report.growths]}
@@ -129,7 +134,7 @@ def judge(case: dict[str, Any], folder: Path, ran: Ran, proof: Proof | None, tra
     row["traced"] = sorted({(each["line"], each["code"]) for each in traced["findings"]})
     row["peaks"] = None if report.peaks is None else {**asdict(report.peaks), "is_uneven": report.peaks.is_uneven}
     row["state_bytes"] = traced["state_bytes"]
-    row["proof"] = None if proof is None else to_document(proof)
+    row["proof"] = None if proof is None else core_proof.to_document(proof)
     if not is_growth(case):
         return {**row, "answer": "quiet" if not leaks["findings"] else "FALSE ALARM", "bytes": 0, "expected_bytes": 0}
     expected = _expected_bytes(case)
@@ -256,7 +261,7 @@ def main() -> None:
         ran = watch(folder, file, {})
         is_proved = is_growth(case) and not arguments.no_proof
         proof = prove(ran, lambda texts, file=file: watch(folder, file, texts)) if is_proved else None
-        traced = in_child(folder, lambda _, file=file: measure(file))
+        traced = in_child(folder, lambda file=file: measure(file))
         rows.append(judge(case, folder, ran, proof, traced))
         print(case["id"], rows[-1]["answer"], rows[-1]["found_lines"], rows[-1]["traced"], f"{time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
     known = [

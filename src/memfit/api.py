@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
@@ -294,52 +289,37 @@ def prove_growth(
     name and directory, so imports and relative files are the same; what it prints is thrown away. No file is changed, except by the
     script itself.
     """
-    from memfit.core.growth import load
+    from memfit.core.growth import from_document
     from memfit.diagnosis.proving import Ran, prove
+    from memfit.runtime.afresh import call_afresh
 
     def run(texts: Mapping[str, str]) -> Ran:
-        with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
-            job, out = Path(folder, "job.json"), Path(folder, "report.json")
-            task = {"path": path, "args": args, "max_steps": max_steps, "texts": dict(texts), "out": str(out)}
-            job.write_text(json.dumps(task), encoding="utf-8")
-            command = [sys.executable, "-c", _WATCH_COPY, str(job), str(Path(__file__).parents[1])]
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-            if not job.with_name("values.json").exists():
-                words = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-                return Ran(
-                    None, exit_code=done.returncode, problem=f"the copy gave no report (exit code {done.returncode}): {words}"
-                )
-            ran = json.loads(job.with_name("values.json").read_text(encoding="utf-8"))
-            return Ran(load(out), tuple(ran["outputs"]), tuple(ran["gradients"]), ran["exception"], ran["exit_code"])
+        task = {"path": path, "args": args, "max_steps": max_steps, "texts": dict(texts)}
+        ran, problem = call_afresh("memfit.api:watch_copy", task)
+        if ran is None:
+            return Ran(None, problem=problem)
+        return Ran(
+            from_document(ran["report"]), tuple(ran["outputs"]), tuple(ran["gradients"]), ran["exception"], ran["exit_code"]
+        )
 
     return prove(Ran(report, tuple(values.outputs), tuple(values.gradients), _exception_name(error)), run)
 
 
-# The same memfit, wherever this one was imported from.
-_WATCH_COPY = (
-    "import sys; sys.path.insert(0, sys.argv[2]); from memfit import api; del sys.path[0]; api.watch_copy(sys.argv[1])"
-)
+def watch_copy(task: dict[str, Any]) -> dict[str, Any]:
+    """In a process of `prove_growth`: run the copy; its report and values."""
+    from memfit.core.growth import to_document
+    from memfit.diagnosis.values import ValueLog
+
+    values = ValueLog()
+    report, exit_code, error = watch_script(**task, values=values)
+    return {
+        "report": to_document(report),
+        "outputs": values.outputs,
+        "gradients": values.gradients,
+        "exception": _exception_name(error),
+        "exit_code": exit_code,
+    }
 
 
 def _exception_name(error: BaseException | None) -> str:
     return "" if error is None or isinstance(error, SystemExit) else type(error).__name__
-
-
-def watch_copy(job: str) -> None:
-    """In a process of `prove_growth`: run the copy, and write its report and its values beside the job."""
-    from memfit.core.growth import save
-    from memfit.diagnosis.values import ValueLog
-
-    task = json.loads(Path(job).read_text(encoding="utf-8"))
-    values = ValueLog()
-    report, exit_code, error = watch_script(
-        task["path"], task["args"], max_steps=task["max_steps"], texts=task["texts"], values=values
-    )
-    save(report, task["out"])
-    ran = {
-        "outputs": values.outputs,
-        "gradients": values.gradients,
-        "exit_code": exit_code,
-        "exception": _exception_name(error),
-    }
-    Path(job).with_name("values.json").write_text(json.dumps(ran), encoding="utf-8")

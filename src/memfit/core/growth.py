@@ -155,16 +155,20 @@ class GrowthReport:
         return max(0, (self.budget_bytes - self.live_bytes) // self.bytes_per_step)
 
 
-def save(report: GrowthReport, path: str | Path, proof: dict[str, Any] | None = None) -> None:
-    """Write it as JSON: the report's own fields, and its findings as `findings`. proof: see `core.proof.to_document`."""
-    document = {
+def to_document(report: GrowthReport, proof: dict[str, Any] | None = None) -> dict[str, Any]:
+    """For JSON: the report's own fields, and its findings as `findings`. proof: see `core.proof.to_document`."""
+    return {
         "format": "memfit-growth",
         **asdict(report),
         "findings": [asdict(each) for each in report.findings],
         "steps_left": report.steps_left,
         **({} if proof is None else {"proof": proof}),
     }
-    Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def save(report: GrowthReport, path: str | Path, proof: dict[str, Any] | None = None) -> None:
+    """Write the document as JSON."""
+    Path(path).write_text(json.dumps(to_document(report, proof), indent=1) + "\n", encoding="utf-8")
 
 
 def load(path: str | Path) -> GrowthReport:
@@ -176,7 +180,7 @@ def load(path: str | Path) -> GrowthReport:
 
 
 def from_document(document: dict[str, Any]) -> GrowthReport:
-    """The report in what `save` writes."""
+    """The report of `to_document`, before or after it was JSON."""
     derived = ("format", "findings", "steps_left", "proof")
     known = {name: value for name, value in document.items() if name not in derived}
     known["growths"] = tuple(Growth(**{**row, "made_at": tuple(map(tuple, row["made_at"]))}) for row in known["growths"])
