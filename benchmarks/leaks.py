@@ -31,7 +31,7 @@ from lints import BEGIN as _LINTS_BEGIN
 from lints import END, Case, Outcome, run_memfit, run_preflight
 from memfit import api
 from memfit.core import proof as core_proof
-from memfit.core.growth import from_document, to_document
+from memfit.core.growth_file import from_document, to_document
 from memfit.diagnosis.proving import Ran, prove
 from memfit.diagnosis.values import ValueLog
 

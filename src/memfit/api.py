@@ -289,7 +289,7 @@ def prove_growth(
     name and directory, so imports and relative files are the same; what it prints is thrown away. No file is changed, except by the
     script itself.
     """
-    from memfit.core.growth import from_document
+    from memfit.core.growth_file import from_document
     from memfit.diagnosis.proving import Ran, prove
     from memfit.runtime.afresh import call_afresh
 
@@ -307,7 +307,7 @@ def prove_growth(
 
 def watch_copy(task: dict[str, Any]) -> dict[str, Any]:
     """In a process of `prove_growth`: run the copy; its report and values."""
-    from memfit.core.growth import to_document
+    from memfit.core.growth_file import to_document
     from memfit.diagnosis.values import ValueLog
 
     values = ValueLog()

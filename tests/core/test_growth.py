@@ -7,6 +7,7 @@ import json
 import pytest
 
 from memfit.core import growth as core
+from memfit.core import growth_file
 from memfit.core.growth import Growth, GrowthReport, Rise, Sample, judge
 
 
@@ -87,11 +88,11 @@ def test_a_saved_report_has_its_findings_and_is_read_again_as_it_was(tmp_path):
     growth = Growth(core.CYCLE, "a.py", 3, num_bytes=4096, chain="Step.me -> the same Step", made_at=made_at)
     peaks = core.StepPeaks(1, 10, 5, 80, 9)
     report = GrowthReport("a.py", (growth,), (("a.py:1", 5),), num_steps=9, peaks=peaks, messages=("A note.",))
-    core.save(report, tmp_path / "report.json")
-    assert core.load(tmp_path / "report.json") == report
+    growth_file.save(report, tmp_path / "report.json")
+    assert growth_file.load(tmp_path / "report.json") == report
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="is no growth report"):
-        core.load(tmp_path / "other.json")
+        growth_file.load(tmp_path / "other.json")
     document = json.loads((tmp_path / "report.json").read_text())
     assert (document["format"], document["num_steps"]) == ("memfit-growth", 9)
     assert [(each["code"], each["line"], each["num_bytes"]) for each in document["findings"]] == [("MF134", 3, 4096)]

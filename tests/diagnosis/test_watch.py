@@ -135,11 +135,12 @@ def test_a_state_carried_over_is_told_at_the_backward_that_retains_its_graph(wat
 
 def test_logits_joined_to_those_of_before_grow_though_only_one_tensor_is_alive(watch):
     ran = watch("""
-        head, kept = nn.Linear(8, 64), None
-        with torch.no_grad():
-            for _ in range(8):
+        @torch.no_grad()
+        def evaluate(head, kept=None):
+            for _ in range(12):  # looks at 3 and 6, between which and the end a reference of ours would show
                 logits = head(torch.randn(16, 8))
                 kept = logits if kept is None else torch.cat((kept, logits))
+        evaluate(nn.Linear(8, 64))
     """)
     [growth] = ran.found
     assert (growth.kind, growth.line, growth.num_bytes) == (core.NAME, ran.line("torch.cat"), 16 * 64 * 4)

@@ -14,7 +14,7 @@ from memfit.cli.errors import check_output, speak_errors, writing
 from memfit.cli.run import end_script
 from memfit.cli.script import check_script
 from memfit.core.errors import MemfitError
-from memfit.core.growth import save
+from memfit.core.growth_file import save
 from memfit.core.proof import to_document
 from memfit.core.sizes import parse_size
 from memfit.report import draw_growth, draw_proof, open_console

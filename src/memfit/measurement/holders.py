@@ -91,23 +91,27 @@ class Heap:
 
 def take_heap(frame: types.FrameType) -> Heap:
     """All of it, as seen from the running frame."""
-    heap = Heap([], {}, {}, [], {}, {}, [], [], [], gc.get_objects())
-    _sort_objects(heap)
+    frames: list[types.FrameType] = []
+    names: dict[int, tuple[str, str]] = {}
     stack: types.FrameType | None = frame
     while stack is not None:
         if not LoopFinder.is_ours(stack.f_code):
-            heap.frames.append(stack)
+            frames.append(stack)
         stack = stack.f_back
+    for each in reversed(
+        frames
+    ):  # the innermost name wins; read before `objects` holds all, or what was read could not be emptied
+        if each.f_code.co_flags & inspect.CO_OPTIMIZED:
+            for name, value in read_locals(each).items():
+                names[id(value)] = (name, f"{each.f_code.co_name}()")
+    heap = Heap(frames, names, {}, [], {}, {}, [], [], [], gc.get_objects())
+    _sort_objects(heap)
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", None)
         if isinstance(space, dict):
             heap.globals[id(space)] = getattr(module, "__name__", "?")
-    for each in reversed(heap.frames):  # the innermost name wins
-        if id(each.f_globals) not in heap.globals:
-            heap.globals[id(each.f_globals)] = str(each.f_globals.get("__name__", "?"))
-        if each.f_code.co_flags & inspect.CO_OPTIMIZED:
-            for name, value in read_locals(each).items():
-                heap.names[id(value)] = (name, f"{each.f_code.co_name}()")
+    for each in frames:
+        heap.globals.setdefault(id(each.f_globals), str(each.f_globals.get("__name__", "?")))
     for tensor in heap.tensors:
         if has_storage(tensor):
             heap.by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
