@@ -1,6 +1,7 @@
 """All of memfit on a folder of small programs with known answers: what a run tells, what the source tells, and torch-preflight beside.
 
     python benchmarks/leaks.py CASES_DIR [-o results/leaks.json] [--write ../docs/leaks.md] [--preflight PROGRAM] [--only 001,002] [--no-proof]
+        [--jobs 2]
 
 CASES_DIR holds `expected.json`: {"cases": [{"file", "id", "Kind", "title", "culprit_line", "same_text_but_fine", "measured"}]}. `measured`
 has what the case's author read from the allocator, as `growth_bytes=20.0 KiB`. A case belongs to growth if its Kind begins with `leak` or
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -21,7 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +115,18 @@ def measure(file: str) -> dict[str, Any]:
     state = sum(each.nbytes for each in trace.storages if each.kind == "optimizer state" and each.persistent)
     found = [asdict(each) for each in api.findings_of(trace)]
     return {"findings": [each for each in found if Path(each["path"]).name == file], "state_bytes": state}
+
+
+def run_case(folder: Path, case: dict[str, Any], *, is_proved: bool) -> dict[str, Any]:
+    """Everything that is run of one case, as a row."""
+    start = time.perf_counter()
+    file = case["file"]
+    ran = watch(folder, file, {})
+    proof = prove(ran, lambda texts: watch(folder, file, texts)) if is_proved and is_growth(case) else None
+    row = judge(case, folder, ran, proof, in_child(folder, lambda: measure(file)))
+    seconds = time.perf_counter() - start
+    print(case["id"], row["answer"], row["found_lines"], row["traced"], f"{seconds:.0f} s", file=sys.stderr, flush=True)
+    return row
 
 
 # ---- judging -----------------------------------------------------------------------------------------------------------
@@ -247,6 +263,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables between the marks in this Markdown file")
     parser.add_argument("--preflight", default="torch-preflight", help="the program, if it is not on the PATH")
     parser.add_argument("--only", default="", help="ids, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--no-proof", action="store_true", help="do not run mended copies")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -254,16 +271,8 @@ def main() -> None:
     folder = arguments.cases.resolve()
     cases = json.loads((folder / "expected.json").read_text(encoding="utf-8"))["cases"]
     cases = [case for case in cases if not wanted or case["id"] in wanted]
-    rows = []
-    for case in cases:
-        start = time.perf_counter()
-        file = case["file"]
-        ran = watch(folder, file, {})
-        is_proved = is_growth(case) and not arguments.no_proof
-        proof = prove(ran, lambda texts, file=file: watch(folder, file, texts)) if is_proved else None
-        traced = in_child(folder, lambda file=file: measure(file))
-        rows.append(judge(case, folder, ran, proof, traced))
-        print(case["id"], rows[-1]["answer"], rows[-1]["found_lines"], rows[-1]["traced"], f"{time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+    with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        rows = list(pool.map(partial(run_case, folder, is_proved=not arguments.no_proof), cases))
     known = [
         Case(each["id"], each["file"], each["title"], each["culprit_line"], tuple(each["same_text_but_fine"])) for each in cases
     ]
