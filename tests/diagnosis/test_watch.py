@@ -373,6 +373,7 @@ def test_a_script_that_dies_in_its_fifth_step_gets_the_findings_up_to_there(watc
 def test_a_script_that_never_trains_has_nothing_to_tell(watch):
     ran = watch("print(sum(range(10)))")
     assert (ran.report.num_steps, ran.report.growths, ran.exit_code) == (0, (), 0)
+    assert watch("rows = [torch.zeros(1000 * each) for each in range(9)]").report.peaks is None  # no step, so none is uneven
 
 
 def test_max_steps_stops_the_script_and_runs_its_finally(watch, capsys):
