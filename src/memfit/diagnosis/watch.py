@@ -214,7 +214,7 @@ class GrowthWatch(Generic[T]):
             step=f"{_STEP[best_rank]} in the loop at {step_loop}" if step_loop else "",
             live_bytes=self._ledger.live_bytes,
             peak_bytes=self._ledger.peak_bytes,
-            peaks=self._peaks.by_rank.get(best_rank) if best_rank > NOTHING else None,
+            peaks=self._peaks.by_rank.get(best_rank) if best_rank >= BACKWARD else None,  # others may pile up what is needed
             budget_bytes=self._budget_bytes,
             messages=tuple(self._looks.messages),
         )
