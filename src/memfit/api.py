@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +12,7 @@ from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
 from memfit.core.finding import Finding
 from memfit.core.plan import APPROXIMATE, BITWISE, EXACTNESS, Plan
 from memfit.core.precision import Choice
+from memfit.core.proof import Proof
 from memfit.core.sizes import format_size, parse_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.core.verify import check_verify
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from memfit.core.growth import GrowthReport
+    from memfit.diagnosis.values import ValueLog
     from memfit.diagnosis.watch import GrowthWatch
-    from memfit.runtime.script import ScriptRun
+    from memfit.runtime.script import ScriptRun, TraceRun
     from memfit.runtime.session import OnProgress, Session
 
 T = TypeVar("T")
@@ -119,12 +121,17 @@ def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None)
 
 def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> Trace:
     """The Trace of a script's second training step, in this precision; the script is stopped there. Raises TraceError if it never trains."""
+    return trace_run(path, args, on_progress, precision).whole()
+
+
+def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> TraceRun:
+    """As `trace_script`, raising nothing that ends the script: what there is of one that ended before, and what ended it."""
     from memfit.integrations import apex
     from memfit.runtime.precision import Precision
-    from memfit.runtime.script import trace_script
+    from memfit.runtime.script import trace_run
 
     with apex.standing_in(), Precision(precision) if precision is not None else nullcontext():
-        return trace_script(path, args, on_progress)
+        return trace_run(path, args, on_progress)
 
 
 def find_measured(path: str, args: list[str]) -> list[Finding]:
@@ -180,7 +187,8 @@ def run_script(
     session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
     with apex.standing_in() as messages:
         ran, label = _run_in(precision, path, args, session, allow, release, messages)
-    result = replace(ran.result, precision=label, messages=(*messages, *ran.result.messages))
+    findings = tuple(findings_of(session.traces[-1])) if session.traces else ()
+    result = replace(ran.result, precision=label, findings=findings, messages=(*messages, *ran.result.messages))
     return replace(ran, result=replace(result, budget_source=source) if source else result)
 
 
@@ -233,11 +241,18 @@ def watch_growth(items: Iterable[T] = (), *, budget: str | int | None = None, ma
 
 
 def watch_script(
-    path: str, args: list[str], *, budget: int | None = None, max_steps: int | None = None
+    path: str,
+    args: list[str],
+    *,
+    budget: int | None = None,
+    max_steps: int | None = None,
+    texts: Mapping[str, str] | None = None,
+    values: ValueLog | None = None,
 ) -> tuple[GrowthReport, int, BaseException | None]:
     """Run a script under a growth watch: what grew, the script's exit code, and what ended it.
 
     max_steps: stop the script after so many steps (its `finally` blocks run; the exit code is then 0).
+    texts: by absolute path, what is run in place of a file's own text. values: filled, for `prove_growth`.
     """
     from memfit.runtime.script import execute, exit_code_of
 
@@ -249,12 +264,63 @@ def watch_script(
 
     watch: GrowthWatch[Any] = watch_growth(budget=budget, max_steps=max_steps)
     watch.on_enough = stop
+    watch.values = values
     error: BaseException | None = None
     with watch:
         try:
-            execute(path, args, watch.look_now)
+            execute(path, args, watch.look_now, texts)
         except Enough:
             pass
         except BaseException as caught:
             error = caught
     return replace(watch.report, program=path), exit_code_of(error), error
+
+
+def prove_growth(
+    path: str,
+    args: list[str],
+    report: GrowthReport,
+    values: ValueLog,
+    error: BaseException | None,
+    max_steps: int | None = None,
+) -> Proof:
+    """Mend in a copy what the report says grows, run the script again from the copy, and compare (`diagnosis.proving`).
+
+    report, values, error: of `watch_script` with this script. The copy is text alone: it runs in a process of its own under the script's
+    name and directory, so imports and relative files are the same; what it prints is thrown away. No file is changed, except by the
+    script itself.
+    """
+    from memfit.core.growth_file import from_document
+    from memfit.diagnosis.proving import Ran, prove
+    from memfit.runtime.afresh import call_afresh
+
+    def run(texts: Mapping[str, str]) -> Ran:
+        task = {"path": path, "args": args, "max_steps": max_steps, "texts": dict(texts)}
+        ran, problem = call_afresh("memfit.api:watch_copy", task)
+        if ran is None:
+            return Ran(None, problem=problem)
+        return Ran(
+            from_document(ran["report"]), tuple(ran["outputs"]), tuple(ran["gradients"]), ran["exception"], ran["exit_code"]
+        )
+
+    return prove(Ran(report, tuple(values.outputs), tuple(values.gradients), _exception_name(error)), run)
+
+
+def watch_copy(task: dict[str, Any]) -> dict[str, Any]:
+    """In a process of `prove_growth`: run the copy; its report and values."""
+    from memfit.core.growth_file import to_document
+    from memfit.diagnosis.values import ValueLog
+
+    values = ValueLog()
+    report, exit_code, error = watch_script(**task, values=values)
+    return {
+        "report": to_document(report),
+        "outputs": values.outputs,
+        "gradients": values.gradients,
+        "exception": _exception_name(error),
+        "exit_code": exit_code,
+    }
+
+
+def _exception_name(error: BaseException | None) -> str:
+    return "" if error is None or isinstance(error, SystemExit) else type(error).__name__

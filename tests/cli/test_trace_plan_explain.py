@@ -13,6 +13,8 @@ from memfit.core.errors import BudgetError, TraceError
 from memfit.core.plan import Plan
 from memfit.core.trace import Trace
 from memfit.diagnosis.codes import CODES
+from memfit.runtime.script import TraceRun
+from report.examples import TRACE as TRACE_OF_A_CALL
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,22 @@ def test_an_exception_of_a_traced_script_is_shown_and_exit_code_1(memfit, api):
     code, _, err = memfit("trace", "train.py")
     assert code == 1
     assert err.endswith("ValueError: too hot\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "end"),
+    [(KeyboardInterrupt(), 130, "KeyboardInterrupt\n"), (ValueError("too hot"), 1, "ValueError: too hot\n")],
+)
+def test_what_ran_before_the_script_ended_is_reported_and_saved_before_its_exception(
+    memfit, api, tmp_path, error, exit_code, end
+):
+    api.traced = TraceRun("train.py", TRACE_OF_A_CALL, 1, error)
+    code, _, err = memfit("trace", "train.py", "-o", "trace.json")
+    assert code == exit_code
+    assert " ".join(err.split()).startswith("memfit trace: train.py peaks at 4.48 KiB in forward")
+    assert f"The script ended in its second step ({end.strip()}). This is the first one" in " ".join(err.split())
+    assert err.endswith(end)
+    assert Trace.load("trace.json").calls == TRACE_OF_A_CALL.calls
 
 
 def test_plan_prints_the_plan_and_writes_it(memfit, api, tmp_path):

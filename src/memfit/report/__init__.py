@@ -1,7 +1,7 @@
 """Data -> terminal. Every report is a function from a Result, a Plan or a Trace to a rich renderable; no torch."""
 
 from memfit.report.console import draw_text, open_console, write_report
-from memfit.report.growth import draw_growth
+from memfit.report.growth import draw_growth, draw_proof
 from memfit.report.plan import draw_plan
 from memfit.report.progress import follow_progress
 from memfit.report.result import draw_result
@@ -11,6 +11,7 @@ __all__ = [
     "draw_dead",
     "draw_growth",
     "draw_plan",
+    "draw_proof",
     "draw_result",
     "draw_text",
     "draw_trace",
