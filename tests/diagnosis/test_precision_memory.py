@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.core.copies import find_copies
 from memfit.core.precision import choose
-from memfit.diagnosis.precision import compare, describe, find_copies
+from memfit.diagnosis.precision import compare, describe
 from memfit.runtime.precision import Precision
 from memfit.runtime.session import Session
 

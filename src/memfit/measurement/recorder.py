@@ -28,7 +28,7 @@ from memfit.engine.private import in_backward, is_transformed, num_holders, pop_
 from memfit.engine.tape import user_line
 from memfit.measurement.backends import Backend
 from memfit.measurement.collecting import CollectionWatch
-from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed
+from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed, packing_bytes
 
 _LOSSES = frozenset(
     [
@@ -376,7 +376,7 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return known
         if "convolution" not in str(func):
-            return bytes_needed(func, args, kwargs)
+            return bytes_needed(func, args, kwargs) + packing_bytes(func, args)
         if key not in self._estimates:
             make_room = self.make_room or (lambda num_bytes: None)
             self._estimates[key] = convolution_bytes_needed(func, args, kwargs, self.backend.probe, make_room)

@@ -27,7 +27,8 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.core.dead import freed_bytes
-from memfit.core.errors import MemfitError, TraceError
+from memfit.core.errors import BudgetError, MemfitError, TraceError
+from memfit.core.precision import Choice
 from memfit.core.result import Result
 from memfit.core.trace import Trace
 from memfit.runtime.loading import releasing_imports
@@ -50,8 +51,13 @@ class ScriptRun:
     exit_code: int
     error: BaseException | None
 
+    @property
+    def may_lower(self) -> bool:
+        """Whether the budget was refused before the first step ended, and lower precision might meet it."""
+        return isinstance(self.error, BudgetError) and self.error.may_lower and self.result.num_steps == 0
 
-def run_script(path: str, args: list[str], session: Session, allow: str, *, release: bool = True) -> ScriptRun:
+
+def run_script(path: str, args: list[str], session: Session, *, release: bool = True) -> ScriptRun:
     """Run the script inside the session, which must not have been entered yet; its result is completed with how the script ended.
 
     release: whether dead names of the script and of its own modules are let go (techniques.release).
@@ -79,7 +85,7 @@ def run_script(path: str, args: list[str], session: Session, allow: str, *, rele
     if release and (reason := technique.releases.stopped_by):
         session.messages.append(f"no variable is let go, since the program may read some without naming them ({reason}).")
     exit_code = exit_code_of(error)
-    result = replace(session.result(), program=path, exit_code=exit_code, allow=allow, let_go=_let_go(session))
+    result = replace(session.result(), program=path, exit_code=exit_code, let_go=_let_go(session))
     return ScriptRun(result, exit_code, error)
 
 
@@ -107,7 +113,7 @@ class TraceRun:
     error: BaseException | None
 
 
-def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None) -> TraceRun:
+def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> TraceRun:
     """Run the script until its second training step has ended; it is stopped there, and its `finally` blocks run."""
     is_done = False
 
@@ -121,7 +127,7 @@ def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None)
         if is_done:
             raise _Enough
 
-    session = Session(None, None, on_progress=on_progress, on_trace=stop)
+    session = Session(None, None, precision=precision, on_progress=on_progress, on_trace=stop)
     hook = register_optimizer_step_pre_hook(stop_again)
     stop_noting = technique.releases.start(technique.NOTE)
     error: BaseException | None = None
@@ -144,12 +150,12 @@ def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None)
     return TraceRun(trace, len(session.traces), error)
 
 
-def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
+def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> Trace:
     """The Trace of the script's second training step; the script is stopped there (its `finally` blocks run).
 
     Raises TraceError if it never trains, and whatever ends the script before its second step.
     """
-    run = trace_run(path, args, on_progress)
+    run = trace_run(path, args, on_progress, precision)
     if run.error is not None:
         raise run.error
     if run.trace is None or not run.num_steps:

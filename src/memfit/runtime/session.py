@@ -27,8 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memfit.core import result as core
 from memfit.core.breakdown import bytes_by
+from memfit.core.copies import find_copies
 from memfit.core.errors import BudgetError, MemfitError, UnsupportedError
 from memfit.core.plan import Plan
+from memfit.core.precision import Choice
 from memfit.core.replay import replay
 from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.steady import FREED, GRADIENTS, steady
@@ -40,6 +42,7 @@ from memfit.measurement.recorder import Recorder, take_off_stopped
 from memfit.runtime.guard import Guard
 from memfit.runtime.holdings import Holdings, check_parallel, check_signature, device_of, signature_of
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
+from memfit.runtime.precision import Precision
 from memfit.runtime.watch import SizeWatch
 from memfit.techniques import recompute
 from memfit.techniques.release import releases
@@ -66,6 +69,7 @@ class Session:
 
     budget_bytes: bytes the whole step may take; None measures only. planner: makes the plans. plan: one made before, to start with.
     verify: 'off', 'always', or in how many planned steps restored tensors are compared with what was evicted.
+    precision: the opt level to train in; None leaves the program's own.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Session:
         device: torch.device | None = None,
         plan: Plan | None = None,
         verify: str = "3",
+        precision: Choice | None = None,
         on_progress: OnProgress | None = None,
         on_trace: Callable[[Trace, int], None] | None = None,
         draw: Callable[[core.Result], str] | None = None,
@@ -95,6 +100,9 @@ class Session:
         self._device = device or device_of(model, optimizer)
         self._backend: Backend = backend_for(self._device)
         self._verify = verify
+        self._precision = (
+            Precision(precision, self.leave_out_step, model=model, optimizer=optimizer) if precision is not None else None
+        )
         self._on_progress = on_progress or (lambda stage, done, total: None)
         self._on_trace = on_trace
         self._tape = Tape()
@@ -145,6 +153,8 @@ class Session:
             )
         check_parallel(self._model)
         self._holdings.check_fixed_bytes(self._budget_bytes)
+        if self._precision is not None:
+            self._precision.__enter__()
         self._undo = [
             register_optimizer_step_pre_hook(self._before_optimizer).remove,
             register_optimizer_step_post_hook(self._after_optimizer).remove,
@@ -183,6 +193,8 @@ class Session:
         while self._undo:
             self._undo.pop()()
         self._uninstall()
+        if self._precision is not None:
+            self._precision.__exit__()
 
     def _install(self) -> None:
         self._tape.enter()
@@ -356,7 +368,8 @@ class Session:
         tape.record_all = True
         self._watch.is_learning = self.plan is None or self._is_given  # a plan from a file does not say for which inputs
         if self._budget_bytes is not None and self.plan is None and self._is_training:
-            self._guard = Guard(tape, recorder, self._budget_bytes, self._holdings.fixed_bytes())
+            fixed_bytes = self._holdings.fixed_bytes()
+            self._guard = Guard(tape, recorder, self._budget_bytes, fixed_bytes, may_lower=self._precision is None)
             tape.pin_sources = True
             tape.verify = self._verify != "off"
             tape.observer = self._guard
@@ -389,10 +402,14 @@ class Session:
         """What was measured since the last step ended, as a trace; None where nothing is being measured."""
         return self._trace_so_far() if self._recorder is not None else None
 
+    @property
+    def _label(self) -> str:
+        return self._precision.label if self._precision is not None else ""
+
     def _trace_so_far(self) -> Trace:
         assert self._recorder is not None
         return self._recorder.trace_so_far(
-            {"step": self._num_steps, "signature": signature_of(self._optimizers)},
+            {"step": self._num_steps, "signature": signature_of(self._optimizers), "precision": self._label},
             new_state=self._holdings.state(),
             gradients=self._holdings.gradients(),
         )
@@ -579,6 +596,14 @@ class Session:
             "give a smaller budget, or a smaller batch."
         )
 
+    def _about_precision(self, trace: Trace | None) -> list[str]:
+        if self._precision is None:
+            return []
+        told = self._precision.messages()
+        if trace is not None and self._label and self._precision.choice.level.by_lists:
+            told.append(find_copies(trace).sentence)
+        return told
+
     def _own_result(self) -> core.Result:
         trace = self.traces[-1] if self.traces else None
         is_measured = self._num_steps > 0 or self._ending[0] == core.BUDGET  # else what was seen was no step
@@ -621,10 +646,11 @@ class Session:
             ),
             eager_bytes_by_kind=bytes_by(trace, eager, "kind") if trace is not None and eager is not None else {},
             bytes_by_kind=self._peak_by_kind if is_measured else {},
-            messages=tuple(self.messages),
+            messages=(*self._about_precision(trace), *self.messages),
             exit_reason=self._ending[0],
             error=self._ending[1],
             device=self._device.type,
+            precision=self._label,
             **{
                 **self._facts,
                 "versions": {

@@ -65,7 +65,7 @@ class Inspection:
             where = "No module's output is infinite; it arises outside of modules, in the loss most likely"
         return PrecisionError(
             f"float16 overflows for ever: {num_overflows} steps in a row were held back and the loss scale went down to {scale:g}, so scaling cannot "
-            f"help. {where}. No parameter was changed in these steps. Use bfloat16 (--half bf16), which has float32's range, or keep that module in float32 "
+            f"help. {where}. No parameter was changed in these steps. Use bfloat16 (--half bf16, half='bf16'), which has float32's range, or keep that module in float32 "
             "(`with torch.autocast(device, enabled=False)` and .float() inside it)."
         )
 
