@@ -110,3 +110,21 @@ def test_a_model_of_pointwise_operations_is_told_that_amp_makes_it_larger():
     assert found.shrunk_bytes == -256 * WIDTH * 2 + 256 * 2
     assert "Activations grow by 9.8%: most are made by operations" in " ".join(describe(found, "O1"))
     assert "stay in float32 (norms, exp, softmax, losses)" in " ".join(describe(found, "O1"))
+
+
+def test_where_less_is_kept_and_the_peak_is_elsewhere_it_is_not_said_to_pay():
+    """The float32 chain peaks before the two products begin; they keep two half copies of (32, 64), and one weight."""
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.last = nn.Parameter(torch.ones(WIDTH)), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+
+        def forward(self, x):
+            wide = torch.cat([x * self.scale] * 16).exp()
+            return self.last(wide.view(16, -1, WIDTH).sum(0))
+
+    found = compare(measure("O0", Late, 128), measure("O1", Late, 128))
+    assert found.break_even < 1
+    assert found.peak_bytes[1] >= found.peak_bytes[0]
+    assert "so less is kept for backward; the peak, which is elsewhere, does not shrink." in " ".join(describe(found, "O1"))

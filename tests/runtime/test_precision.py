@@ -352,6 +352,10 @@ optimizer.step()
     )
     _, ran = scripts.run(scripts.write(source.format(cache=False)), precision=choose("O1", "bf16"))
     assert not any("MF611" in message for message in ran.result.messages)
+    one_by_one = source.format(cache=True).replace("        net(x)\n        net(x)", "        [layer(x) for layer in net]")
+    _, ran = scripts.run(scripts.write(one_by_one), precision=choose("O1", "bf16"))
+    (found,) = (message for message in ran.result.messages if "MF611" in message)
+    assert "MF611 6 forward passes (Linear) without gradients leave 48.00 KiB of cast weights" in found
 
 
 def test_what_autocast_keeps_is_told_in_the_report(scripts):

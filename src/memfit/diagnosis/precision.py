@@ -75,6 +75,8 @@ def describe(found: Comparison, level: str) -> list[str]:
     lines.append(f"Parameters, gradients, optimizer state and buffers hold {format_size(unchanged)} at that peak.")
     if found.copies.weight_bytes and found.break_even is not None:
         verdict = "it costs memory at this batch" if found.break_even > 1 else "it pays at this batch"
+        if found.break_even <= 1 and lower >= plain:
+            verdict = "less is kept for backward; the peak, which is elsewhere, does not shrink"
         lines.append(
             f"The copies of weights equal what the activations shrink by at {found.break_even:.2g} times this batch, so {verdict}."
         )
