@@ -150,11 +150,11 @@ class Tape(TorchFunctionMode):
         """Take everything off again. Graphs that are still alive can still be run backward."""
         while self._undo:
             self._undo.pop()()
-        self._unpin()
+        self.unpin_all()
 
     def end_step(self) -> None:
         """The optimizer has stepped: what lives on is content from outside, and places count from zero again."""
-        self._unpin()
+        self.unpin_all()
         for cell in self._cells.values():
             if cell.need == 0:
                 cell.call = None
@@ -182,7 +182,8 @@ class Tape(TorchFunctionMode):
     def _planned(self, path: str, invocation: int) -> dict[int, CallPolicy] | None:
         return self.policy.frame(self.section, path, invocation) if self.policy is not None else None
 
-    def _unpin(self) -> None:
+    def unpin_all(self) -> None:
+        """Hold nothing longer than something evicted needs it: no backward pass is to come, or it has begun."""
         for cell in self._pins:
             self.unpin(cell)
         self._pins.clear()
@@ -797,7 +798,7 @@ class Tape(TorchFunctionMode):
         if not self._backward_seen:
             self._backward_seen = True
             if not self.pin_sources:
-                self._unpin()
+                self.unpin_all()
         if type(handle) is Handle:
             if self.observer is not None:
                 self.observer.on_unpack(handle)

@@ -146,6 +146,12 @@ class Guard:
         self._recorder.on_drop(handle)
         self._saved_in.pop(id(handle), None)
 
+    def before_optimizer(self) -> None:
+        """It is about to overwrite parameters. Where no graph is alive nothing can be evicted any more, and what was held for that goes; else
+        the tape would keep copies of them."""
+        if not self._saved_in:
+            self._tape.unpin_all()
+
     # ---- segments ----------------------------------------------------------------------------------------------------
 
     def _cut(self, least_bytes: float) -> bool:

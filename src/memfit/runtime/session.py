@@ -257,6 +257,8 @@ class Session:
             wanted, self._given_signature = self._given_signature, ""
             check_signature(wanted, optimizer)
             self._check_before_first_update()
+        if self._guard is not None:
+            self._guard.before_optimizer()
         if self._recorder is not None:
             self._recorder.set_phase("optimizer step")
 
