@@ -37,8 +37,8 @@ class FakeApi:
         self.calls.append((path, args))
         return self._answer(self.traced)
 
-    def plan(self, trace, budget, on_progress=None):
-        self.calls.append((trace, budget))
+    def plan(self, trace, budget, on_progress=None, *, lower=None):
+        self.calls.append((trace, budget) if lower is None else (trace, budget, lower))
         on_progress("sweeping")
         return self._answer(self.planned)
 

@@ -139,8 +139,8 @@ class Recorder(TorchDispatchMode):
                     watched.persistent = kind != "gradient"
         self._parameter_shapes = [(tuple(p.shape), str(p.dtype)) for p in self._known.get("parameter", ())]
         self._known = {}  # or it would keep last step's gradients alive
-        for tensor in _tensors_alive():
-            self._file_known(tensor, "input")
+        for tensor in _tensors_alive():  # parameters that no optimizer has: frozen ones
+            self._file_known(tensor, "parameter" if isinstance(tensor, torch.nn.Parameter) else "input")
         take_off_stopped()
         self._is_on = True
         self._set_phase("forward")
