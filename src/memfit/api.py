@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
 from memfit.core.finding import Finding
-from memfit.core.plan import APPROXIMATE, BITWISE, EXACTNESS, Plan
-from memfit.core.precision import LEVELS, Choice, choose, read_precision
+from memfit.core.plan import APPROXIMATE, BITWISE, EXACTNESS, Plan, precision_for
+from memfit.core.precision import Choice, choose, read_precision
 from memfit.core.sizes import format_size, parse_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.core.verify import check_verify
@@ -79,7 +79,7 @@ def _make_session(
     if allow not in EXACTNESS:
         raise MemfitError(f"allow={allow!r} is no exactness. Give one of {', '.join(map(repr, EXACTNESS))}.")
     _check_given(model, optimizer)
-    precision = _precision_of(plan, precision, allow)
+    precision = precision_for(plan, precision, allow)
     if budget is not None:
         budget_bytes, source = parse_size(budget), "given"
     elif precision is not None and not _has_cuda():
@@ -118,24 +118,6 @@ def _check_given(model: object, optimizer: object) -> None:
                 f"The {name} is a {type(given).__name__}, no torch {kind.__name__}. Give the {kind.__name__} itself; where there are several, leave it "
                 "out: memfit finds them."
             )
-
-
-def _precision_of(plan: Plan | None, asked: Choice | None, allow: str) -> Choice | None:
-    """What to train in: what was asked for, or what the plan was made for. Raises PlanError where they differ, or nobody allowed it."""
-    if plan is None or (not plan.precision and asked is None):
-        return asked
-    made_for = Choice.of_label(plan.precision) if plan.precision else None
-    if asked is None and allow == APPROXIMATE:
-        return made_for
-    if asked is not None and asked.level == (made_for.level if made_for is not None else LEVELS["O0"]):
-        return asked
-    own = "the program's own precision"
-    wanted = asked.level.name if asked is not None else own
-    remedy = "Give --allow approximate to train in it" if asked is None else f"Make one from a trace in {wanted}"
-    raise PlanError(
-        f"The plan was made for a step in {plan.precision or own} and this run is to train in {wanted}, so every size in it would be wrong. {remedy}, or "
-        "leave the plan out."
-    )
 
 
 def default_budget() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.core.errors import PlanError, PrecisionError
 from memfit.core.fields import make_row
-from memfit.core.precision import Choice
+from memfit.core.precision import LEVELS, Choice
 from memfit.core.trace import PLACE, load_json
 
 FORMAT = "memfit-plan"
@@ -103,3 +103,21 @@ class Plan:
 
 def _place_of(key: str) -> str:
     return key.rpartition("|")[0]
+
+
+def precision_for(plan: Plan | None, asked: Choice | None, allow: str) -> Choice | None:
+    """What to train in: what was asked for, or what the plan was made for. Raises PlanError where they differ, or nobody allowed it."""
+    if plan is None or (not plan.precision and asked is None):
+        return asked
+    made_for = Choice.of_label(plan.precision) if plan.precision else None
+    if asked is None and allow == APPROXIMATE:
+        return made_for
+    if asked is not None and asked.level == (made_for.level if made_for is not None else LEVELS["O0"]):
+        return asked
+    own = "the program's own precision"
+    wanted = asked.level.name if asked is not None else own
+    remedy = "Give --allow approximate to train in it" if asked is None else f"Make one from a trace in {wanted}"
+    raise PlanError(
+        f"The plan was made for a step in {plan.precision or own} and this run is to train in {wanted}, so every size in it would be wrong. {remedy}, or "
+        "leave the plan out."
+    )

@@ -31,7 +31,6 @@ from memfit.techniques.precision.scaling import Scaling
 from memfit.techniques.precision.weights import check_optimizer, check_weights, name_halves
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_MAX_OVERFLOWS = 24  # in a row; GradScaler's first scale of 65536 is at 2^-8 by then
 _CHECKED_STEPS = 3  # of each optimizer: is it connected to what the model reads?
 
 _active: list[Precision] = []
@@ -283,10 +282,7 @@ class Precision:
         self._stepping.hold_back(optimizer)
         self._has_stepped = True
         self._on_held_back()
-        num_overflows = self._scaling.num_in_a_row + 1
-        if self._inspection.is_armed:
-            raise self._inspection.error(num_overflows, self._scaling.scale)
-        self._inspection.is_armed = num_overflows >= _MAX_OVERFLOWS
+        self._inspection.note_overflow(self._scaling.num_in_a_row + 1, self._scaling.scale)
 
     def _check(self, optimizer: Optimizer) -> None:
         self._inspection.is_armed = False
