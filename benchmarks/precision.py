@@ -2,7 +2,7 @@
 
     python benchmarks/precision.py -o benchmarks/results/precision.json                                  # about 12 minutes
     python benchmarks/precision.py --halves fp16 -o benchmarks/results/precision.json                    # about 40 minutes on a CPU
-    python benchmarks/precision.py --workloads "BERT-base 16x384" -o benchmarks/results/precision.json   # about 12 minutes, 14 GB
+    python benchmarks/precision.py --workloads "BERT-base 16x384" --levels O1,O2,O3 --timed 1 -o benchmarks/results/precision.json   # 12 minutes, 10 GB
 
 Each variant runs in a process of its own, one thread. Peaks are the allocator's own trace and exact: of the second step, when all state is there; under
 a budget the highest of the first three, the measured ones among them. Times are CPU seconds of the steps after these over those of float32, each in its own
@@ -166,7 +166,7 @@ def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any,
         pipe.send({"error": f"{type(error).__name__}: {error}"})
 
 
-def measure_workload(workload: str, halves: list[str], num_timed: int, max_seconds: float) -> list[Row]:
+def measure_workload(workload: str, halves: list[str], levels: list[str], num_timed: int, max_seconds: float) -> list[Row]:
     """All rows of one workload."""
     rows: list[Row] = []
 
@@ -191,12 +191,14 @@ def measure_workload(workload: str, halves: list[str], num_timed: int, max_secon
         return row
 
     plain = add(FLOAT32, "")
-    add("O0", "", like=plain)
+    if "O0" in levels:
+        add("O0", "", like=plain)
     for half in halves:
         by_hand = add(BY_HAND, half)
-        for level in LEVELS[1:]:
-            add(level, half, like=by_hand)
-        for percent in BUDGET_PERCENTS:
+        for level in levels:
+            if level != "O0":
+                add(level, half, like=by_hand)
+        for percent in BUDGET_PERCENTS if "O1" in levels else ():
             add("O1", half, percent, by_hand.get("peak_bytes", 0) * percent // 100, like=by_hand)
     for row in rows:
         row.pop("digest", None)
@@ -256,6 +258,7 @@ def main() -> int:
         "--workloads", default=",".join(WORKLOADS), help="comma-separated, 'BERT-SIZE BATCHxLENGTH' too; '' for none"
     )
     parser.add_argument("--halves", default="bf16", help="comma-separated, of bf16 and fp16")
+    parser.add_argument("--levels", default=",".join(LEVELS), help="comma-separated (default: all); by hand is always measured")
     parser.add_argument("--timed", type=int, default=NUM_TIMED_STEPS, help="steps to time a variant (default: %(default)d)")
     parser.add_argument("--seconds", type=float, default=900, help="give a variant up after this many of CPU time")
     parser.add_argument("--seeds", type=int, default=0, help="also train the digits network with so many seeds a level")
@@ -266,6 +269,9 @@ def main() -> int:
     halves = args.halves.split(",")
     if unknown := [half for half in halves if half not in HALVES]:
         parser.error(f"unknown half {unknown[0]!r}; there are {', '.join(HALVES)}")
+    levels = args.levels.split(",")
+    if unknown := [level for level in levels if level not in LEVELS]:
+        parser.error(f"unknown level {unknown[0]!r}; there are {', '.join(LEVELS)}")
     for name in names:
         try:
             find_workload(name)
@@ -273,7 +279,7 @@ def main() -> int:
             parser.error(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}, and BERT as 'BERT-base 16x384'")
     print(HEADER, file=sys.stderr)
     machine = describe_machine()
-    rows = [row for name in names for row in measure_workload(name, halves, args.timed, args.seconds)]
+    rows = [row for name in names for row in measure_workload(name, halves, levels, args.timed, args.seconds)]
     before = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
     measured = {(row["workload"], row["half"]) for row in rows}
     kept = [row for row in before.get("rows", []) if (row["workload"], row["half"]) not in measured]
