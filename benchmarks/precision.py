@@ -278,21 +278,30 @@ def main() -> int:
         except KeyError:
             parser.error(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}, and BERT as 'BERT-base 16x384'")
     print(HEADER, file=sys.stderr)
-    machine = describe_machine()
-    rows = [row for name in names for row in measure_workload(name, halves, levels, args.timed, args.seconds)]
-    before = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
-    measured = {(row["workload"], row["half"]) for row in rows}
-    kept = [row for row in before.get("rows", []) if (row["workload"], row["half"]) not in measured]
-    document: dict[str, Any] = {"format": "memfit-precision-benchmark", "version": 2, **machine}
-    document["rows"] = sorted([*kept, *({**row, "commit": machine["commit"]} for row in rows)], key=lambda row: row["workload"])
-    document["convergence"] = before.get("convergence", [])
+    rows: list[Row] = []
+    for name in names:
+        measured = measure_workload(name, halves, levels, args.timed, args.seconds)
+        write(args.output, measured, [])
+        rows += measured
     if args.seeds:
-        document["convergence"] = measure_convergence(args.seeds, args.epochs, args.seconds)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    args.output.with_suffix(".md").write_text(draw_document(document, args.output.parent), encoding="utf-8")
+        write(args.output, [], measure_convergence(args.seeds, args.epochs, args.seconds))
     broken = [row for row in rows for name in ("equal", "within_budget", "no_slower") if row.get(name) is False]
     return 1 if broken else 0
+
+
+def write(path: Path, rows: list[Row], convergence: list[Row]) -> None:
+    """Put these rows in the place of those of the same workload and half in the result file, and draw all of it beside it."""
+    machine = describe_machine()
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    measured = {(row["workload"], row["half"]) for row in rows}
+    kept = [{"commit": before["commit"], **row} for row in before.get("rows", [])]
+    kept = [row for row in kept if (row["workload"], row["half"]) not in measured]
+    rows = sorted([*kept, *({**row, "commit": machine["commit"]} for row in rows)], key=lambda row: row["workload"])
+    document: dict[str, Any] = {"format": "memfit-precision-benchmark", "version": 2, **machine, "rows": rows}
+    document["convergence"] = convergence or before.get("convergence", [])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(draw_document(document, path.parent), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 import precision
@@ -58,3 +60,23 @@ def test_by_hand_and_o1_leave_the_same_bits_and_float32_others() -> None:
 
 def test_what_a_process_of_its_own_raises_is_a_row_with_the_error() -> None:
     assert precision.run_apart(precision.find_workload, ("W9",), 100) == {"error": "KeyError: 'W9'"}
+
+
+def test_rows_replace_those_of_the_same_workload_and_half_and_the_others_stay(tmp_path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(
+        json.dumps(
+            {
+                "commit": "old",
+                "rows": [row("O1", 90), row("O1", 80, half="fp16"), row("O1", 70, workload="W2")],
+                "convergence": [],
+            }
+        )
+    )
+    precision.write(path, [row("O1", 60)], [])
+    document = json.loads(path.read_text())
+    assert [(each["workload"], each["half"], each["peak_bytes"] // MIB) for each in document["rows"]] == [
+        ("W1", "fp16", 80), ("W1", "bf16", 60), ("W2", "bf16", 70)
+    ]  # fmt: skip
+    assert document["rows"][2]["commit"] == "abc"
+    assert "| W1 | O1 | fp16 |" in path.with_suffix(".md").read_text()
