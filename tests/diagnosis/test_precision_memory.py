@@ -102,6 +102,9 @@ def test_o1_shrinks_no_parameter_gradient_or_optimizer_state():
     found = compare(measure("O0", linears, 2), measure("O1", linears, 2))
     assert found.kinds["parameter"][0] == found.kinds["parameter"][1] == 6 * WEIGHT_BYTES
     assert found.kinds["gradient"][0] == found.kinds["gradient"][1] == 6 * WEIGHT_BYTES
+    told = describe(found, "O1")[1]
+    assert told.startswith("At the two peaks, float32 -> O1: ")
+    assert "parameter 96.00 KiB -> 96.00 KiB" in told
 
 
 def test_a_model_of_pointwise_operations_is_told_that_amp_makes_it_larger():

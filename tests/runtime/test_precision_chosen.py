@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import sys
+import weakref
 
 import pytest
 import torch
@@ -108,6 +110,17 @@ def test_fit_in_o1_within_a_budget_equals_autocast_and_gradscaler_by_hand_bit_fo
     assert result.certificate.verdict == "equal"
     assert [getattr(owner, name) for owner, name in names] == before
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_weights_die_with_the_model_although_the_session_is_kept():
+    training = Training()
+    weight = weakref.ref(training.model[0][0].weight)
+    with memfit.fit(precision="O1") as session:  # a session that is given a model keeps it
+        training.step()
+    del training
+    gc.collect()
+    assert session.result().precision == "O1 bfloat16"
+    assert weight() is None
 
 
 def test_fit_in_o1_needs_no_budget_on_a_cpu_and_says_what_it_took():

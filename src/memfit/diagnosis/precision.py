@@ -64,6 +64,8 @@ def describe(found: Comparison, level: str) -> list[str]:
     """The comparison in sentences: the peak, what was added and what saved, and when it pays."""
     plain, lower = found.peak_bytes
     lines = [f"{level}: peak {format_size(lower)}, {lower / plain:.2f}x of float32's {format_size(plain)}."]
+    kinds = [f"{name} {format_size(was)} -> {format_size(now)}" for name, (was, now) in found.kinds.items() if was or now]
+    lines.append(f"At the two peaks, float32 -> {level}: {', '.join(kinds)}.")
     unchanged = sum(
         lower_ for name, (_, lower_) in found.kinds.items() if name in ("parameter", "gradient", "optimizer state", "buffer")
     )

@@ -96,6 +96,7 @@ class Precision:
 
     def __exit__(self, *_: object) -> None:
         self._forwards.forget()
+        self._leaves.clear()  # this object may outlive the model: a session is asked for its result later
         while self._undo:
             self._undo.pop()()
         self._stepping.exit()
