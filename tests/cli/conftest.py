@@ -42,8 +42,8 @@ class FakeApi:
             return TraceRun(path, None, 0, self.traced)
         return TraceRun(path, self.traced, 2, None)
 
-    def plan(self, trace, budget, on_progress=None):
-        self.calls.append((trace, budget))
+    def plan(self, trace, budget, on_progress=None, *, lower=None):
+        self.calls.append((trace, budget) if lower is None else (trace, budget, lower))
         on_progress("sweeping")
         return self._answer(self.planned)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,19 @@ def test_plan_prints_the_plan_and_writes_it(memfit, api, tmp_path):
     assert out.endswith("\nSaved. Next: memfit run --budget '3 KiB' --plan 'my plan.json' SCRIPT\n")
     assert err == "memfit: planning ...\n" or err.startswith("memfit: planning ...\nmemfit: sweeping ... (planning: ")
     assert Plan.load("my plan.json") == PLAN
+
+
+def test_a_plan_in_lower_precision_says_so_and_how_to_run_it(memfit, api, tmp_path):
+    TRACE.save(tmp_path / "trace.json")
+    lower = replace(TRACE, meta={"precision": "O1 bfloat16"})
+    lower.save(tmp_path / "o1.json")
+    api.planned = replace(PLAN, precision="O1 bfloat16", device="cpu", notes=("Trains in O1 bfloat16.",))
+    code, out, _ = memfit("plan", "trace.json", "--lower", "o1.json", "--budget", "3KiB", "-o", "plan.json")
+    assert (code, api.calls) == (0, [(TRACE, 3072, lower)])
+    assert "Trains in O1 bfloat16." in out
+    assert "cpu, O1 bfloat16" in out
+    assert out.endswith("\nSaved. Next: memfit run --budget 3KiB --plan plan.json --allow approximate SCRIPT\n")
+    assert Plan.load("plan.json").precision == "O1 bfloat16"
 
 
 def test_a_plan_that_cannot_be_found_is_refused_and_nothing_is_written(memfit, api, tmp_path):

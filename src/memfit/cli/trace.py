@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from memfit.cli.errors import check_output, speak_errors, writing
-from memfit.cli.precision import read_precision
 from memfit.cli.run import end_script
 from memfit.cli.script import check_script
 from memfit.core.errors import MemfitError
+from memfit.core.precision import read_precision
 from memfit.core.replay import replay
 from memfit.core.trace import Trace
 from memfit.diagnosis.collecting import find_idle_calls
@@ -51,7 +51,7 @@ def trace(
         if output is None:
             script_args, output = split_output(script_args)
         check_script(script)
-        level = read_precision(precision, half)
+        level = read_precision(precision, half, "--half ", "--precision O1")
         output = check_output(output, "-o")
         shown = "" if output is None else quote(os.path.relpath(output))
         path = os.path.abspath(script)  # for the traceback: the script may change directory

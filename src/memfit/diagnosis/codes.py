@@ -59,6 +59,8 @@ CODES = {
     "MF601": "gradients are clipped while still multiplied by the loss scale",
     "MF602": "weights in float16 are updated without a float32 copy",
     "MF603": "half-precision logits are copied to float32 for the loss",
+    "MF604": "apex's amp.scale_loss is called before amp.initialize",
+    "MF605": "apex.amp was removed from apex in 2025",
     "MF611": "an evaluation fills autocast's cache of cast weights",
     "MF701": "an in-place call writes into what backward reads",
     "MF702": "an in-place activation changes the skip path",

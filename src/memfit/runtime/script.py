@@ -27,7 +27,8 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.core.dead import freed_bytes
-from memfit.core.errors import MemfitError, TraceError
+from memfit.core.errors import BudgetError, MemfitError, TraceError
+from memfit.core.precision import Choice
 from memfit.core.replay import replay
 from memfit.core.result import Result
 from memfit.core.trace import Trace
@@ -52,8 +53,13 @@ class ScriptRun:
     exit_code: int
     error: BaseException | None
 
+    @property
+    def may_lower(self) -> bool:
+        """Whether the budget was refused before the first step ended, and lower precision might meet it."""
+        return isinstance(self.error, BudgetError) and self.error.may_lower and self.result.num_steps == 0
 
-def run_script(path: str, args: list[str], session: Session, allow: str, *, release: bool = True) -> ScriptRun:
+
+def run_script(path: str, args: list[str], session: Session, *, release: bool = True) -> ScriptRun:
     """Run the script inside the session, which must not have been entered yet; its result is completed with how the script ended.
 
     release: whether dead names of the script and of its own modules are let go (techniques.release).
@@ -81,7 +87,7 @@ def run_script(path: str, args: list[str], session: Session, allow: str, *, rele
     if release and (reason := technique.releases.stopped_by):
         session.messages.append(f"no variable is let go, since the program may read some without naming them ({reason}).")
     exit_code = exit_code_of(error)
-    result = replace(session.result(), program=path, exit_code=exit_code, allow=allow, let_go=_let_go(session))
+    result = replace(session.result(), program=path, exit_code=exit_code, let_go=_let_go(session))
     return ScriptRun(result, exit_code, error)
 
 
@@ -142,7 +148,7 @@ class TraceRun:
 _FIRST = "the optimizer's state arrives in it, and later steps would hold more from their start."
 
 
-def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None) -> TraceRun:
+def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> TraceRun:
     """Run the script until its second training step has ended; it is stopped there, and its `finally` blocks run."""
     is_done = False
 
@@ -156,7 +162,7 @@ def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None)
         if is_done:
             raise _Enough
 
-    session = Session(None, None, on_progress=on_progress, on_trace=stop)
+    session = Session(None, None, precision=precision, on_progress=on_progress, on_trace=stop)
     session.holders = HolderWatch()
     hook = register_optimizer_step_pre_hook(stop_again)
     stop_noting = technique.releases.start(technique.NOTE)
