@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit.engine.packing import packed_bytes
+from memfit.engine.private import is_transformed
 
 if TYPE_CHECKING:
     from memfit.engine.ambient import Autocast, RandomState
     from memfit.engine.tape import Tape
+
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_PLAIN_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in ["float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
+)
 
 Geometry = tuple[torch.dtype, Any, torch.Size, tuple[int, ...]]  # dtype, storage offset, size, stride (in elements)
 
@@ -162,6 +169,7 @@ class Call:
     stops_early: the internal tensors are arguments brought into form, saved before the work begins, so that a replay for them alone may
         stop there.
     writes: index of the value the call overwrites in place, or None. outputs: cells by position.
+    in_place: see core.trace.Call, filled while measuring. is_overwriting: it runs in place because a plan says so, not the program.
     num_wanted: how many of its cells are needed and not held (the call is to be replayed while this is positive).
     """
 
@@ -170,7 +178,9 @@ class Call:
         "attention_flags",
         "autocast",
         "func",
+        "in_place",
         "inputs",
+        "is_overwriting",
         "kwargs",
         "location",
         "makes",
@@ -205,6 +215,8 @@ class Call:
         self.num_saved = 0
         self.makes = "out"
         self.stops_early = False
+        self.in_place = ""
+        self.is_overwriting = False
 
     def part(self) -> Call:
         """Another recipe at the same place, as yet with no outputs."""
@@ -261,6 +273,17 @@ class KeptHandle:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.alias = tensor.detach()
         self.version = self.alias._version
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor whose bytes are its own and may be kept, dropped and had again."""
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and tensor.dtype in _PLAIN_DTYPES
+        and not tensor.is_neg()
+        and not is_transformed(tensor)
+    )
 
 
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memfit.core.errors import UnsupportedError
+from memfit.core.inplace import SAFE
 from memfit.engine import functions
 from memfit.engine.ambient import attention_flags, autocast_state, random_state, same_random_state
 from memfit.engine.cell import (
+    PLAIN_TYPES,
     Call,
     Cell,
     Geometry,
@@ -31,20 +33,17 @@ from memfit.engine.cell import (
     StorageRef,
     Value,
     geometry_of,
+    is_plain,
     probe_of,
     view_of,
 )
 from memfit.engine.fingerprint import fingerprint
+from memfit.engine.frames import learn_counts
 from memfit.engine.need import add_need, drop_need, let_go, materialise, tensors_in
+from memfit.engine.overwriting import in_place_form, why_not
 from memfit.engine.packing import draw, pack, unpack
 from memfit.engine.policy import CallPolicy, Policy
-from memfit.engine.private import in_backward, is_in_compiled, is_transformed, num_holders, run_backward
-
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-_PLAIN_DTYPES = frozenset(
-    getattr(torch, name)
-    for name in ["float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
-)
+from memfit.engine.private import in_backward, is_in_compiled, num_holders, run_backward
 
 _COMPILED = (
     "The program runs torch.compile, which would run plain here while memfit measures and compiled later: neither its memory nor its "
@@ -94,6 +93,9 @@ class Counts:
     def __init__(self) -> None:
         self.num_evicted = self.num_restored = self.num_verified = self.num_replayed_calls = self.num_kept_instead = 0
         self.num_mismatched = self.num_sources_checked = self.num_sources_changed = 0
+        self.num_overwritten = self.num_not_overwritten = (
+            0  # calls the plan wanted in place: those that were, and those that could not
+        )
         self.num_generator_checks = self.num_generators_moved = 0
         self.restore_seconds = 0.0
         self.sources: weakref.WeakSet[Cell] = weakref.WeakSet()  # already counted in num_sources_checked
@@ -143,6 +145,9 @@ class Tape(TorchFunctionMode):
         saved = torch.autograd.graph.saved_tensors_hooks(self.pack_hook, self._unpack)
         self.__enter__()
         saved.__enter__()
+        self._paused += 1
+        learn_counts()
+        self._paused -= 1
         self._undo = [before.remove, after.remove, lambda: self.__exit__(None, None, None), lambda: saved.__exit__()]
         self._begin_section(0)
 
@@ -388,7 +393,7 @@ class Tape(TorchFunctionMode):
         for each in args:
             if isinstance(each, torch.Tensor):
                 if (
-                    type(each) not in _PLAIN_TYPES
+                    type(each) not in PLAIN_TYPES
                     or each.layout is not torch.strided
                     or each.untyped_storage()._cdata in self._cells
                 ):
@@ -401,19 +406,34 @@ class Tape(TorchFunctionMode):
         name = functions.name_of(func)
         if entry is not None and entry.function != name:
             entry = None  # the program took another way this time: nothing planned here
+        in_place, is_overwriting = "", False
+        if (self.observer is not None or (entry is not None and entry.in_place)) and (
+            form := in_place_form(func, args, kwargs)
+        ):
+            in_place = why_not(func, args, kwargs, self._cell_if_known(args[0]), sys._getframe(2))
+            if entry is not None and entry.in_place:
+                is_overwriting = in_place == SAFE
+                self.counts.num_overwritten += is_overwriting
+                if is_overwriting:
+                    func, args, kwargs = form
+                else:
+                    self.counts.num_not_overwritten += 1
+                    entry = entry.out_of_place()
+            del form
         values: list[torch.Tensor] = []
         template_args = tuple(_strip(each, values) for each in args)
         template_kwargs = {key: _strip(each, values) for key, each in kwargs.items()} if kwargs else {}
         place = f"{self.section}|{frame.path}#{frame.invocation}/{frame.ordinal}:{name}"
         self._seq += 1
         call = Call(func, place, frame.path, user_line(3) if self.observer is not None else "", self._seq)
+        call.in_place, call.is_overwriting = in_place, is_overwriting
         is_recipe = (
-            _PLAIN_TYPES.issuperset(types)
+            PLAIN_TYPES.issuperset(types)
             and not functions.is_foreign(func)
             and "out" not in kwargs
             and kwargs.get("generator") is None
             and not functions.written_lists(func, args)
-            and all(map(_is_plain, values))
+            and all(map(is_plain, values))
         )
         versions = [tensor._version for tensor in values]
         if is_recipe:
@@ -535,7 +555,7 @@ class Tape(TorchFunctionMode):
             self._cells[old.ref.key] = new
             self._adopt(new, call, "mut0", cells)
         for number, tensor in enumerate(tensors_in(result)):
-            if not _is_plain(tensor):
+            if not is_plain(tensor):
                 continue
             known = self._cells.get(tensor.untyped_storage()._cdata)
             if known is None:
@@ -569,10 +589,11 @@ class Tape(TorchFunctionMode):
         """Give internal cells a recipe of their own where it is cheaper than the whole call: a dropout's noise its bits (and these
         another drawing), the copies a matrix product makes of its arguments the call's beginning."""
         internal = [cell for cell in cells if cell.position.startswith("in")]
-        if not internal or call.writes is not None:
+        is_dropout = functions.is_dropout(call.func)
+        if not internal or (call.writes is not None and not is_dropout):
             return
         noise = internal[0]
-        if functions.is_dropout(call.func) and len(internal) == 1 and noise.device.type == "cpu":
+        if is_dropout and len(internal) == 1 and noise.device.type == "cpu":
             probability = functions.dropout_probability(call.args, call.kwargs)
             geometry = next((geometry_of(each.probe) for each in saved if each.cell is noise), None)
             if geometry is None or geometry[0] != values[0].dtype or noise.nbytes != geometry[2].numel() * geometry[0].itemsize:
@@ -589,10 +610,11 @@ class Tape(TorchFunctionMode):
             part.args = (Slot(0), num_elements, geometry[0], probability)
             part.values, part.inputs = [Value(packed, packed.geometry, False)], (packed,)
             part.makes, part.autocast, part.random_state = "in", (), None
-            call.func, call.args, call.kwargs = torch.mul, (Slot(0), Slot(1)), {}
+            call.func = torch.mul if call.writes is None else torch.Tensor.mul_
+            call.args, call.kwargs = (Slot(0), Slot(1)), {}
             call.values, call.inputs = [call.values[0], Value(noise, geometry, False)], (*call.inputs, noise)
             call.random_state = None
-        elif call.stops_early:
+        elif call.stops_early and call.writes is None:
             part = call.part()
         else:
             return
@@ -642,7 +664,7 @@ class Tape(TorchFunctionMode):
             del self._cells[ref.key]
 
     def _cell_if_known(self, tensor: torch.Tensor) -> Cell | None:
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return None
         return self._cells.get(tensor.untyped_storage()._cdata)
 
@@ -739,7 +761,7 @@ class Tape(TorchFunctionMode):
         if call is not None:
             number = call.num_saved
             call.num_saved = number + 1
-        if self._paused or not _is_plain(tensor) or tensor.untyped_storage().nbytes() == 0:
+        if self._paused or not is_plain(tensor) or tensor.untyped_storage().nbytes() == 0:
             return KeptHandle(tensor)
         cell = self._cells.get(tensor.untyped_storage()._cdata)
         if cell is None and call is not None:
@@ -848,16 +870,6 @@ def _modified(tensor: torch.Tensor, found: int, expected: int, geometry: Geometr
     """What plain autograd raises; it checks versions only where no hooks are."""
     shape = list(geometry[2] if geometry is not None else tensor.shape)
     return RuntimeError(_MODIFIED.format(kind=tensor.type(), shape=shape, found=found, expected=expected))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in _PLAIN_TYPES
-        and tensor.layout is torch.strided
-        and tensor.dtype in _PLAIN_DTYPES
-        and not tensor.is_neg()
-        and not is_transformed(tensor)
-    )
 
 
 def _needs_gradient(argument: Any) -> bool:

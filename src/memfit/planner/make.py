@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from memfit.core.breakdown import bytes_by
 from memfit.core.errors import BudgetError, PlanError
+from memfit.core.inplace import edit
 from memfit.core.plan import Plan
-from memfit.core.replay import Replay
+from memfit.core.replay import Replay, Replayer
 from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.planner.bound import lower_bound_seconds
 from memfit.planner.exhaustive import solve_exhaustively
 from memfit.planner.frontier import pareto, pick
 from memfit.planner.moves import find_untouched, moves_of
+from memfit.planner.overwriting import choose_calls, in_place_moves, leave_out_idle
 from memfit.planner.problem import Choice, OnProgress, Problem
 from memfit.planner.sweep import find_low_choices, solve_sweep
 
@@ -65,32 +67,62 @@ def plan(
     """The quickest plan found whose predicted peak leaves `margin_bytes` of the budget free; no moves where the step fits as it is.
 
     Where the step fits that is found out quickly, and floor_bytes is then a budget that can be served, if not the
-    smallest. For several budgets of one trace, pass the `frontier` of `find_frontier`. A larger budget never gives a
-    slower plan. Raises BudgetError with `needed_bytes` if nothing fits.
+    smallest. For several budgets of one trace, pass the `frontier` of `find_frontier`, of which calls in place are no part. A
+    larger budget never gives a slower plan. Raises BudgetError with `needed_bytes` if nothing fits.
     """
     room_bytes = budget_bytes - margin_bytes
-    frontier = frontier or _frontier_if_it_fits(trace, room_bytes) or find_frontier(trace, solver, progress)
+    overwriting = choose_calls(trace, room_bytes) if frontier is None else []
+    found: list[Plan] = []
+    refused: list[BudgetError] = []
+    # A call in place costs no time, but what it overwrites can be no source: both ways are planned, and the quicker one wins.
+    for calls in ([], overwriting) if overwriting else ([],):
+        try:
+            found.append(_plan(trace, calls, budget_bytes, margin_bytes, solver, progress, frontier))
+        except BudgetError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.needed_bytes or 0)
+    return min(found, key=lambda each: (each.extra_seconds, any(move.technique == "inplace" for move in each.moves)))
+
+
+def _plan(
+    trace: Trace,
+    overwriting: list[int],
+    budget_bytes: int,
+    margin_bytes: int,
+    solver: str | Solver,
+    progress: OnProgress | None,
+    frontier: Frontier | None,
+) -> Plan:
+    """The plan with these calls in place."""
+    room_bytes = budget_bytes - margin_bytes
+    edited = edit(trace, overwriting) if overwriting else trace
+    frontier = frontier or _frontier_if_it_fits(edited, room_bytes) or find_frontier(edited, solver, progress)
     problem = frontier.problem
     choice = pick(list(frontier.choices), room_bytes)
     if choice is None:
-        raise _too_small(trace, frontier, budget_bytes, margin_bytes)
-    result = problem.replayer.run(choice.evict, choice.pin)
-    assert result.peak_bytes == choice.peak_bytes
-    moves = moves_of(trace, result, choice.evict, choice.pin)
+        raise _too_small(edited, frontier, budget_bytes, margin_bytes)
+    if overwriting:
+        overwriting = leave_out_idle(trace, overwriting, choice, room_bytes)
+        edited = edit(trace, overwriting)
+    result = Replayer(edited).run(choice.evict, choice.pin)
+    assert result.peak_bytes <= room_bytes
+    eager = Replayer(trace).run() if overwriting else problem.eager
+    moves = (*in_place_moves(trace, overwriting), *moves_of(edited, result, choice.evict, choice.pin))
     return Plan(
         budget_bytes=budget_bytes,
-        eager_peak_bytes=problem.eager.peak_bytes,
+        eager_peak_bytes=eager.peak_bytes,
         predicted_peak_bytes=result.peak_bytes,
         floor_bytes=_with_margin(frontier.floor_bytes, margin_bytes),
         moves=moves,
         extra_seconds=result.extra_seconds,
         lower_bound_seconds=min(lower_bound_seconds(problem, room_bytes), result.extra_seconds),
         eager_seconds=trace.step_seconds,
-        peak_phase=problem.eager.peak_phase,
+        peak_phase=eager.peak_phase,
         device=trace.device,
         solver=frontier.solver,
         signature=str(trace.meta.get("signature", "")),
-        notes=_notes(trace, problem, result, frontier),
+        notes=_notes(edited, problem, result, frontier),
         untouched=find_untouched(trace, moves),
     )
 

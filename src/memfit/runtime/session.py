@@ -42,7 +42,7 @@ from memfit.measurement.recorder import Recorder, take_off_stopped
 from memfit.runtime.guard import Guard
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.runtime.watch import SizeWatch
-from memfit.techniques import recompute
+from memfit.techniques import inplace, recompute
 from memfit.techniques.release import releases
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -318,7 +318,8 @@ class Session:
         if self.plan is not None and self.plan.moves and self._is_installed:
             self._num_planned += 1
             self._count_verified()
-        if self._is_given and self.plan is not None and self.plan.moves and not self._tape.counts.num_evicted:
+        counts = self._tape.counts
+        if self._is_given and self.plan is not None and self.plan.moves and not counts.num_evicted + counts.num_overwritten:
             self._optimizers.forget_leader()
             self._restart("nothing of what the plan names was there, so it was made for another program")
         elif was_measured:
@@ -544,6 +545,7 @@ class Session:
         self._watch.is_learning = False
         self._ever_installed = self._ever_installed or bool(plan.moves)
         recompute.apply(self._tape, plan.moves, plan.untouched)
+        inplace.apply(self._tape, plan.moves, plan.untouched)
         self._tape.verify = bool(plan.moves) and self._verify != "off"
 
     # ---- what is there anyway ----------------------------------------------------------------------------------------
