@@ -274,7 +274,7 @@ def _try_dead(leaf: torch.nn.Module) -> None:
     x = torch.empty(1)
     x = torch.relu(x)
     x = x.relu()
-    x = torch.nn.functional.dropout(x, 0.5, training=True)
+    x = torch.nn.functional.leaky_relu(x, 0.5)  # nothing that draws: the program has its own random state
     x = x + 1
     x = leaf(x)
     x = _Level(_Level(leaf))(x)
