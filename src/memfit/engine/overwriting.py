@@ -30,6 +30,7 @@ from memfit.engine.cell import Cell, is_plain
 from memfit.engine.frames import find_reader
 from memfit.engine.private import base_of, is_hooked, num_holders, use_count
 
+PathOf = Callable[[torch.nn.Module], "str | None"]
 Form = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
 
 _ALONE = frozenset(["relu", "sigmoid", "tanh", "exp", "exp2", "expm1", "sqrt", "rsqrt", "reciprocal", "neg", "leaky_relu"])
@@ -53,13 +54,12 @@ def in_place_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return (form, args, kwargs) if form is not None else None
 
 
-def why_not(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], cell: Cell | None, caller: FrameType | None
-) -> str:
+def why_not(form: Form, cell: Cell | None, caller: FrameType | None, path_of: PathOf) -> str:
     """SAFE where this call, which has an in-place form and is about to run, may take it now; else why not, in words.
 
-    cell: of the argument's storage, if the tape knows it. caller: the frame that called the function mode.
+    form: the call as it is written. cell: of the argument's storage, if the tape knows it. caller, path_of: see find_reader.
     """
+    func, args, kwargs = form
     name = functions.name_of(func)
     if name in _ROUNDED:
         return ROUNDED
@@ -69,7 +69,7 @@ def why_not(
         _about_arguments(name, args, kwargs)
         or _about_tensor(args[0])
         or _about_holders(args[0], cell)
-        or ((reader := find_reader(args, caller)) and f"{reader} may read it again")
+        or ((reader := find_reader(args, caller, func, path_of)) and f"{reader} may read it again")
         or SAFE
     )
 

@@ -410,7 +410,7 @@ class Tape(TorchFunctionMode):
         if (self.observer is not None or (entry is not None and entry.in_place)) and (
             form := in_place_form(func, args, kwargs)
         ):
-            in_place = why_not(func, args, kwargs, self._cell_if_known(args[0]), sys._getframe(2))
+            in_place = why_not((func, args, kwargs), self._cell_if_known(args[0]), sys._getframe(2), self._paths.get)
             if entry is not None and entry.in_place:
                 is_overwriting = in_place == SAFE
                 self.counts.num_overwritten += is_overwriting
