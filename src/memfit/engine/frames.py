@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from memfit.core.liveness import LET_GO
 from memfit.engine.private import MODULE_CALL, has_foreign_hooks
 
 UNKNOWN = "something that no frame shows"
@@ -105,6 +106,9 @@ def _find_live(instructions: list[dis.Instruction], offsets: list[int], entries:
         for index in range(bisect.bisect_left(offsets, entry.start), bisect.bisect_left(offsets, entry.end)):
             handlers[index] = place[entry.target]
     effects = [_effects(each) for each in instructions]
+    for index in range(1, len(instructions)):  # a release of memfit's reads no content
+        if instructions[index - 1].argval == LET_GO:
+            effects[index] = []
     before: list[frozenset[str]] = [frozenset()] * (len(instructions) + 1)
     after = list(before)
     is_changed = True
@@ -366,5 +370,5 @@ def _try_read(leaf: torch.nn.Module, held: list[torch.Tensor]) -> None:
     level(x)
     pair = (x,)
     del x
-    y = list(itertools.starmap(leaf, [pair]))
-    y = list(itertools.starmap(torch.relu, [pair]))
+    both = [*list(itertools.starmap(leaf, [pair])), *list(itertools.starmap(torch.relu, [pair]))]
+    del both, pair

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.core.breakdown import bytes_by
 from memfit.core.errors import BudgetError, PlanError
@@ -16,7 +16,7 @@ from memfit.planner.bound import lower_bound_seconds
 from memfit.planner.exhaustive import solve_exhaustively
 from memfit.planner.frontier import pareto, pick
 from memfit.planner.moves import find_untouched, moves_of
-from memfit.planner.overwriting import choose_calls, in_place_moves, leave_out_idle
+from memfit.planner.overwriting import choose_calls, in_place_moves, leave_out_idle, note_proposals
 from memfit.planner.problem import Choice, OnProgress, Problem
 from memfit.planner.sweep import find_low_choices, solve_sweep
 
@@ -82,7 +82,9 @@ def plan(
             refused.append(error)
     if not found:
         raise min(refused, key=lambda error: error.needed_bytes or 0)
-    return min(found, key=lambda each: (each.extra_seconds, any(move.technique == "inplace" for move in each.moves)))
+    best = min(found, key=lambda each: (each.extra_seconds, any(move.technique == "inplace" for move in each.moves)))
+    note = None if any(move.technique == "inplace" for move in best.moves) else note_proposals(trace)
+    return replace(best, notes=(*best.notes, note)) if note else best
 
 
 def _plan(

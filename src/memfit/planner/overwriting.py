@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from memfit.core.inplace import edit, find_sites
+from memfit.core.inplace import edit, find_sites, propose, weigh
 from memfit.core.plan import Move
 from memfit.core.replay import Replayer
 from memfit.core.sizes import format_size
@@ -48,6 +48,19 @@ def leave_out_idle(trace: Trace, calls: list[int], choice: Choice, room_bytes: i
         if peak_bytes <= room_bytes and seconds <= choice.seconds:
             kept = fewer
     return kept
+
+
+def note_proposals(trace: Trace) -> str | None:
+    """What the plan leaves alone, in a sentence; None where no call may be in place."""
+    calls = propose(trace)
+    if not calls:
+        return None
+    worth = weigh(trace, edit(trace, calls))
+    many = f"{len(calls)} calls" if len(calls) > 1 else "1 call"
+    return (
+        f"{many} may be in place, which takes {format_size(worth.peak_bytes)} off the peak of the step as it is and "
+        f"{format_size(worth.held_bytes)} off what is held until backward; this plan does without (memfit explain inplace)."
+    )
 
 
 def in_place_moves(trace: Trace, calls: list[int]) -> tuple[Move, ...]:

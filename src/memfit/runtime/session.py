@@ -36,7 +36,7 @@ from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.steady import FREED, GRADIENTS, steady
 from memfit.core.trace import Trace
 from memfit.engine.private import is_on_top, stacks
-from memfit.engine.tape import Tape
+from memfit.engine.tape import Counts, Tape
 from memfit.measurement.backends import Backend, backend_for
 from memfit.measurement.recorder import Recorder, take_off_stopped
 from memfit.runtime.guard import Guard
@@ -694,7 +694,7 @@ class Session:
             ),
             eager_bytes_by_kind=bytes_by(trace, eager, "kind") if trace is not None and eager is not None else {},
             bytes_by_kind=self._peak_by_kind if is_measured else {},
-            messages=tuple(self.messages),
+            messages=(*self.messages, *_about_overwriting(counts)),
             exit_reason=self._ending[0],
             error=self._ending[1],
             device=self._device.type,
@@ -744,6 +744,15 @@ _OF_A_PROGRAM = (
     "planned_peak_bytes", "eager_peak_bytes", "predicted_peak_bytes", "floor_bytes", "step_seconds", "eager_step_seconds",
     "predicted_step_seconds", "moves", "eager_bytes_by_kind",
 )  # fmt: skip
+
+
+def _about_overwriting(counts: Counts) -> list[str]:
+    if not counts.num_overwritten + counts.num_not_overwritten:
+        return []
+    refused = (
+        f"; {counts.num_not_overwritten} could not at that moment and ran as written" if counts.num_not_overwritten else ""
+    )
+    return [f"{counts.num_overwritten} calls wrote their result over their input{refused}."]
 
 
 def _expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
