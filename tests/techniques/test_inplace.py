@@ -162,7 +162,7 @@ class Net(nn.Module):
     def __init__(self, forward: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.one, self.two, self.three = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.relu, self.watched = nn.ReLU(), nn.ReLU()
+        self.relu, self.watched, self.norm = nn.ReLU(), nn.ReLU(), nn.BatchNorm1d(WIDTH)
         self.watched.register_forward_hook(lambda module, args, output: None)
         self.program, self.kept, self.step_number = forward, [], 0
 
@@ -279,7 +279,27 @@ def traded(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.two(F.leaky_relu(net.one(x)).exp())
 
 
+def added_after_the_activation(net: Net, x: torch.Tensor) -> torch.Tensor:
+    residual = x
+    out = net.relu(net.one(x))
+    out = out + residual
+    return net.two(out)
+
+
+def added_before_the_activation(net: Net, x: torch.Tensor) -> torch.Tensor:
+    identity = x
+    out = net.norm(net.one(x))
+    out = out + identity
+    return net.two(net.relu(out))
+
+
+def a_branch_that_begins_with_its_activation(net: Net, x: torch.Tensor) -> torch.Tensor:
+    x = net.one(x)
+    return net.two(net.relu(x)) + x
+
+
 SAFE_PLACES = [(rebound, "relu"), (on_a_temporary, "relu"), (of_a_sum, "add")]
+SAFE_PLACES += [(added_before_the_activation, "add"), (added_before_the_activation, "relu")]
 UNSAFE_PLACES: list[tuple[Callable[[Net, torch.Tensor], torch.Tensor], str, str]] = [
     (saved_by_another, "relu", "would raise 'modified by an inplace operation': linear of Net.two, FILE:LINE saved its input for backward"),
     (read_again, "relu", "its input is read again by add of Net, FILE:LINE"),
@@ -297,6 +317,11 @@ UNSAFE_PLACES: list[tuple[Callable[[Net, torch.Tensor], torch.Tensor], str, str]
         of_what_relu_saved, "dropout",
         "would raise 'modified by an inplace operation': relu of Net, FILE:LINE saved its input for backward",
     ),
+    (
+        added_after_the_activation, "add",
+        "would raise 'modified by an inplace operation': relu of Net.relu, FILE:LINE saved its input for backward",
+    ),
+    (a_branch_that_begins_with_its_activation, "relu", "its input is read again by add of Net, FILE:LINE"),
     (rounded, "elu", ROUNDED),
     (copied, "hardtanh", COPIED),
     (traded, "leaky_relu", "in place it would save its result instead of its input, so nothing would be won"),

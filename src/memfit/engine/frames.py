@@ -138,14 +138,19 @@ def _find_called(instructions: list[dis.Instruction], index: int) -> _Called:
         return OPERATOR, ""
     if call.opname != "CALL" or call.arg is None:
         return OTHER, ""
+    if instructions[index - 1].opname == "PRECALL":
+        index -= 1
+    if instructions[index - 1].opname == "KW_NAMES":
+        return OTHER, ""
     missing = call.arg
-    while missing > 0 or instructions[index - 1].opname in ("PRECALL", "PUSH_NULL", "CACHE"):
+    while missing > 0:
         index -= 1
         each = instructions[index]
-        if index < 1 or each.is_jump_target or _jumps(each) or each.opname == "KW_NAMES":
+        if index < 1 or each.is_jump_target or _jumps(each):
             return OTHER, ""
-        if each.opname not in ("PRECALL", "PUSH_NULL") or missing != call.arg:  # this call's own, or one's among the arguments
-            missing -= dis.stack_effect(each.opcode, each.arg if each.opcode >= dis.HAVE_ARGUMENT else None)
+        missing -= dis.stack_effect(each.opcode, each.arg if each.opcode >= dis.HAVE_ARGUMENT else None)
+    while instructions[index - 1].opname == "PUSH_NULL":
+        index -= 1
     pushed = instructions[index - 1]
     if pushed.opname in ("LOAD_METHOD", "LOAD_ATTR"):
         return ATTRIBUTE, pushed.argval
