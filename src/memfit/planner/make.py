@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memfit.core.breakdown import bytes_by
 from memfit.core.errors import BudgetError, PlanError
-from memfit.core.inplace import edit
+from memfit.core.inplace import edit, propose
 from memfit.core.plan import Plan
 from memfit.core.replay import Replay, Replayer
 from memfit.core.sizes import format_size, slack_bytes
@@ -16,7 +16,7 @@ from memfit.planner.bound import lower_bound_seconds
 from memfit.planner.exhaustive import solve_exhaustively
 from memfit.planner.frontier import pareto, pick
 from memfit.planner.moves import find_untouched, moves_of
-from memfit.planner.overwriting import choose_calls, in_place_moves, leave_out_idle, note_proposals
+from memfit.planner.overwriting import helps, in_place_moves, leave_out_idle, note_proposals
 from memfit.planner.problem import Choice, OnProgress, Problem
 from memfit.planner.sweep import find_low_choices, solve_sweep
 
@@ -71,62 +71,63 @@ def plan(
     larger budget never gives a slower plan. Raises BudgetError with `needed_bytes` if nothing fits.
     """
     room_bytes = budget_bytes - margin_bytes
-    overwriting = choose_calls(trace, room_bytes) if frontier is None else []
-    found: list[Plan] = []
-    refused: list[BudgetError] = []
-    # A call in place costs no time, but what it overwrites can be no source: both ways are planned, and the quicker one wins.
-    for calls in ([], overwriting) if overwriting else ([],):
-        try:
-            found.append(_plan(trace, calls, budget_bytes, margin_bytes, solver, progress, frontier))
-        except BudgetError as error:
-            refused.append(error)
+    fitting = frontier or _frontier_if_it_fits(trace, room_bytes)
+    ways = [Way(fitting)] if fitting is not None else _find_ways(trace, room_bytes, solver, progress)
+    found = [(choice.seconds, len(way.calls), number) for number, way in enumerate(ways) if (choice := way.pick(room_bytes))]
     if not found:
-        raise min(refused, key=lambda error: error.needed_bytes or 0)
-    best = min(found, key=lambda each: (each.extra_seconds, any(move.technique == "inplace" for move in each.moves)))
-    note = None if any(move.technique == "inplace" for move in best.moves) else note_proposals(trace)
-    return replace(best, notes=(*best.notes, note)) if note else best
-
-
-def _plan(
-    trace: Trace,
-    overwriting: list[int],
-    budget_bytes: int,
-    margin_bytes: int,
-    solver: str | Solver,
-    progress: OnProgress | None,
-    frontier: Frontier | None,
-) -> Plan:
-    """The plan with these calls in place."""
-    room_bytes = budget_bytes - margin_bytes
-    edited = edit(trace, overwriting) if overwriting else trace
-    frontier = frontier or _frontier_if_it_fits(edited, room_bytes) or find_frontier(edited, solver, progress)
-    problem = frontier.problem
-    choice = pick(list(frontier.choices), room_bytes)
-    if choice is None:
-        raise _too_small(edited, frontier, budget_bytes, margin_bytes)
-    if overwriting:
-        overwriting = leave_out_idle(trace, overwriting, choice, room_bytes)
-        edited = edit(trace, overwriting)
+        lowest = min(ways, key=lambda way: way.frontier.floor_bytes)
+        raise _too_small(lowest.frontier.problem.trace, lowest.frontier, budget_bytes, margin_bytes)
+    way = ways[min(found)[2]]
+    choice = way.pick(room_bytes)
+    assert choice is not None
+    calls = leave_out_idle(trace, way.calls, choice, room_bytes)
+    edited = edit(trace, calls) if calls else trace
+    problem = way.frontier.problem
     result = Replayer(edited).run(choice.evict, choice.pin)
     assert result.peak_bytes <= room_bytes
-    eager = Replayer(trace).run() if overwriting else problem.eager
-    moves = (*in_place_moves(trace, overwriting), *moves_of(edited, result, choice.evict, choice.pin))
+    eager = Replayer(trace).run() if calls else problem.eager
+    moves = (*in_place_moves(trace, calls), *moves_of(edited, result, choice.evict, choice.pin))
+    note = None if calls or not choice.evict else note_proposals(trace)
     return Plan(
         budget_bytes=budget_bytes,
         eager_peak_bytes=eager.peak_bytes,
         predicted_peak_bytes=result.peak_bytes,
-        floor_bytes=_with_margin(frontier.floor_bytes, margin_bytes),
+        floor_bytes=_with_margin(min(way.frontier.floor_bytes for way in ways), margin_bytes),
         moves=moves,
         extra_seconds=result.extra_seconds,
-        lower_bound_seconds=min(lower_bound_seconds(problem, room_bytes), result.extra_seconds),
+        lower_bound_seconds=min(*(lower_bound_seconds(way.frontier.problem, room_bytes) for way in ways), result.extra_seconds),
         eager_seconds=trace.step_seconds,
         peak_phase=eager.peak_phase,
         device=trace.device,
-        solver=frontier.solver,
+        solver=way.frontier.solver,
         signature=str(trace.meta.get("signature", "")),
-        notes=_notes(edited, problem, result, frontier),
+        notes=(*_notes(edited, problem, result, way.frontier), *([note] if note else [])),
         untouched=find_untouched(trace, moves),
     )
+
+
+@dataclass(frozen=True)
+class Way:
+    """The choices with some calls in place: `frontier` is of the step so edited."""
+
+    frontier: Frontier
+    calls: tuple[int, ...] = ()
+
+    def pick(self, room_bytes: int) -> Choice | None:
+        return pick(list(self.frontier.choices), room_bytes)
+
+
+def _find_ways(trace: Trace, room_bytes: int, solver: str | Solver, progress: OnProgress | None) -> list[Way]:
+    """The step as it is, and with all in place that may be. A call in place costs no time, but what it overwrites can be kept for no
+    recipe. So both are planned, unless one alone is clearly best, whatever the budget."""
+    calls = tuple(propose(trace))
+    edited = edit(trace, calls) if calls else trace
+    if calls and (fitting := _frontier_if_it_fits(edited, room_bytes)):
+        return [Way(fitting, calls)]
+    plain = find_frontier(trace, solver, progress)
+    if not calls or not helps(edited, plain.choices):
+        return [Way(plain)]
+    return [Way(plain), Way(find_frontier(edited, solver, progress), calls)]
 
 
 def check(trace: Trace, budget_bytes: int, *, margin_bytes: int = 0) -> None:

@@ -1,44 +1,36 @@
 """Calls in place in a plan: which may help at all, which of them do, and the moves that say so.
 
-A call in place takes a temporary less for as long as it runs, or a map less until backward (core.inplace). It helps where the step is
-above the budget at that moment; the replay of the edited step decides.
+A call in place takes a temporary less for as long as it runs, or a map less until backward (core.inplace). The replay of the edited
+step decides.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from memfit.core.inplace import edit, find_sites, propose, weigh
 from memfit.core.plan import Move
 from memfit.core.replay import Replayer
 from memfit.core.sizes import format_size
-from memfit.core.trace import BEGIN, RELEASE, Trace
+from memfit.core.trace import Trace
 from memfit.planner.moves import places_of
 from memfit.planner.problem import Choice
 
 _MOST_TRIES = 32
+_NUM_SAMPLES = 12
+_ENOUGH = 0.995  # of a choice's peak
 
 
-def choose_calls(trace: Trace, room_bytes: int) -> list[int]:
-    """Calls that may be in place and during which the step, as it is, is above `room_bytes`, or which hold a map less from then on."""
-    step = Replayer(trace).run()
-    if step.peak_bytes <= room_bytes:
-        return []
-    sites = [site for site in find_sites(trace) if not site.reason]
-    if not sites:
-        return []
-    begins = {operand: index for index, (operation, operand) in enumerate(trace.events) if operation == BEGIN}
-    releases = {operand: index for index, (operation, operand) in enumerate(trace.events) if operation == RELEASE}
-    chosen = []
-    for site in sites:
-        source = trace.cells[trace.calls[site.call].inputs[0]].storage
-        start, end = begins[site.call], releases.get(source, len(trace.events))
-        if site.is_map or max(step.high_bytes[start : end + 1], default=0) > room_bytes:
-            chosen.append(site.call)
-    return chosen
+def helps(edited: Trace, choices: Sequence[Choice]) -> bool:
+    """Whether calls in place lower the peak of some choice made without them, by enough to plan with them. No budget is asked, so that
+    a larger one is never planned worse."""
+    replayer = Replayer(edited)
+    sampled = choices[:: 1 + len(choices) // _NUM_SAMPLES]
+    return any(replayer.measure(each.evict, each.pin)[0] < _ENOUGH * each.peak_bytes for each in sampled)
 
 
-def leave_out_idle(trace: Trace, calls: list[int], choice: Choice, room_bytes: int) -> list[int]:
+def leave_out_idle(trace: Trace, calls: Sequence[int], choice: Choice, room_bytes: int) -> list[int]:
     """The calls without those that the choice does as well without: neither above the room nor slower."""
     sizes = {call: trace.storages[trace.cells[trace.calls[call].inputs[0]].storage].nbytes for call in calls}
     kept = list(calls)
