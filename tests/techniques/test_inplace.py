@@ -473,7 +473,9 @@ def test_leaky_relu_in_place_holds_one_map_a_layer_less_and_relu_none() -> None:
     assert len(propose(trace)) == 8
     worth = weigh(trace, edit(trace, propose(trace)))
     assert worth.held_bytes == 0
-    assert worth.peak_bytes == measured_peak(program, None, trace) - measured_peak(program, propose(trace), trace) == 0  # exactly
+    assert (
+        worth.peak_bytes == measured_peak(program, None, trace) - measured_peak(program, propose(trace), trace) == 0
+    )  # exactly
 
 
 def test_a_plan_takes_what_is_free_first_and_its_peak_is_the_measured_one() -> None:
@@ -571,7 +573,9 @@ def test_in_place_and_recompute_hold_residual_and_u_nets_to_a_budget_bit_for_bit
     assert differences(plain(program, 4), found) == []
     result = session.result()
     assert result.peak_bytes <= budget
-    assert result.planned_peak_bytes == pytest.approx(session.plan.predicted_peak_bytes, rel=0.005)  # workspaces of convolutions
+    assert result.planned_peak_bytes == pytest.approx(
+        session.plan.predicted_peak_bytes, rel=0.005
+    )  # workspaces of convolutions
     techniques = {move.technique for move in session.plan.moves}
     assert techniques <= {"inplace", "recompute"}
     assert ("inplace" in techniques) is (activation is nn.LeakyReLU)

@@ -27,6 +27,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.nn.functional import relu  # now: a program may put something else there
 from torch.overrides import TorchFunctionMode
 
 from memfit.core.liveness import LET_GO
@@ -297,6 +298,11 @@ def _count(args: tuple[Any, ...]) -> int:
     return sys.getrefcount(args[0])
 
 
+class _Leaf(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return relu(x)
+
+
 class _Level(torch.nn.Module):
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -321,11 +327,11 @@ def learn_counts() -> None:
 
 
 def _learn() -> _Counts | None:
-    leaf, functional = torch.nn.ReLU(), torch.nn.functional
+    leaf = _Leaf()
     with _Listener() as listener:
         torch.relu(torch.empty(1))
         builtin = listener.found
-        functional.relu(torch.empty(1))
+        relu(torch.empty(1))
         in_function = listener.found - 1  # its own local
         leaf(torch.empty(1))
         module = listener.found - in_function - 2  # relu's and forward's own
@@ -347,7 +353,7 @@ def _try_dead(leaf: torch.nn.Module) -> None:
     x = torch.empty(1)
     x = torch.relu(x)
     x = x.relu()
-    x = torch.nn.functional.leaky_relu(x, 0.5)  # nothing that draws: the program has its own random state
+    x = relu(x)  # nothing here draws: the random state is the program's
     x = x + 1
     x = leaf(x)
     x = levels(x)
