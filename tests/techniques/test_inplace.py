@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -227,6 +228,12 @@ def kept_in_a_list(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.two(torch.relu(net.kept[0]))
 
 
+def handed_on_by_c_code(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """The tuple is the call's own arguments, so there are as many references as if the list did not hold one."""
+    net.kept[:] = [net.one(x)]
+    return net.two(list(itertools.starmap(net.relu, [(net.kept[0],)]))[0])
+
+
 def kept_as_a_view(net: Net, x: torch.Tensor) -> torch.Tensor:
     h = net.one(x)
     net.kept[:] = [h.detach().view(-1)]
@@ -305,6 +312,7 @@ UNSAFE_PLACES: list[tuple[Callable[[Net, torch.Tensor], torch.Tensor], str, str]
     (read_again, "relu", "its input is read again by add of Net, FILE:LINE"),
     (named_and_read_again, "relu", "`h` of named_and_read_again, FILE:LINE may read it again"),
     (kept_in_a_list, "relu", "something that no frame shows may read it again"),
+    (handed_on_by_c_code, "relu", "something that no frame shows may read it again"),
     (kept_as_a_view, "relu", "a view of its input lives, or autograd saved it for backward"),
     (seen_by_a_hook, "relu", "a hook of ReLU may read it again"),
     (of_a_view, "relu", "its input is a view"),
