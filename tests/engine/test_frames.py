@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memfit.engine import frames
-from memfit.engine.frames import ATTRIBUTE, ITEM, NAME, OPERATOR, OTHER, called_at, live_after
+from memfit.engine.bytecode import ATTRIBUTE, ITEM, NAME, OPERATOR, OTHER, called_at, live_after
 from memfit.engine.tape import Tape
 
 
