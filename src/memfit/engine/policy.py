@@ -56,7 +56,8 @@ class Policy:
         ] = {}  # one object for all calls treated alike: the processor's cache has it at hand
         for place in {*replayed, *evicted, *kept, *pinned}:
             frame, ordinal, function = self._frame_of(place)
-            entry = CallPolicy(function, *(frozenset(each.get(place, ())) for each in (evicted, kept, pinned)))
+            evicts, keeps, pins = (frozenset(each.get(place, ())) for each in (evicted, kept, pinned))
+            entry = CallPolicy(function, evicts, keeps, pins)
             frame[ordinal] = shared.setdefault(entry, entry)
         self._know(untouched)
 

@@ -35,8 +35,9 @@ from memfit.core.replay import replay
 from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.steady import FREED, GRADIENTS, steady
 from memfit.core.trace import Trace
+from memfit.engine.observing import Counts
 from memfit.engine.private import is_on_top, stacks
-from memfit.engine.tape import Counts, Tape
+from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
 from memfit.measurement.held import HolderWatch
 from memfit.measurement.recorder import Recorder, take_off_stopped
