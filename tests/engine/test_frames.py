@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memfit.engine import frames
-from memfit.engine.bytecode import ATTRIBUTE, ITEM, NAME, OPERATOR, OTHER, called_at, live_after
+from memfit.engine.bytecode import NAMED, OPERATOR, OTHER, called_at, live_after
 from memfit.engine.tape import Tape
 
 
@@ -90,21 +90,32 @@ def test_live_after_names_what_some_path_reads_before_it_is_bound_again(
 @pytest.mark.parametrize(
     ("source", "called"),
     [
-        ("torch.relu(x)", (ATTRIBUTE, "relu")),
-        ("self.a.act(x, y)", (ATTRIBUTE, "act")),
-        ("act(x)", (NAME, "act")),
-        ("self.layers[3](x)", (ITEM, 3)),
-        ("x + y", (OPERATOR, "")),
-        ("act(torch.relu(x), x.t())", (NAME, "act")),
-        ("list(z)", (NAME, "list")),
-        ("act(*x)", (OTHER, "")),
-        ("act(x, key=y)", (OTHER, "")),
-        ("act(x if y else z)", (OTHER, "")),
-        ("self.find(y)(x)", (OTHER, "")),
+        ("torch.relu(x)", (NAMED, ("torch", "relu"))),
+        ("self.a.act(x, y)", (NAMED, ("self", "a", "act"))),
+        ("act(x)", (NAMED, ("act",))),
+        ("self.layers[3](x)", (NAMED, ("self", "layers", "3"))),
+        ("act(torch.relu(x), x.t())", (NAMED, ("act",))),
+        ("list(z)", (NAMED, ("list",))),
+        ("self.find(y).relu()", (NAMED, ("", "relu"))),
+        ("self.find(y).a.act(x)", (NAMED, ())),
+        ("self.find(y)(x)", (NAMED, ())),
+        ("(x if y else z).relu()", (NAMED, ())),
+        ("(x if y else z)(y)", (OTHER, ())),
+        ("act(*x)", (OTHER, ())),
+        ("act(x, key=y)", (OTHER, ())),
+        ("act(x if y else z)", (OTHER, ())),
+        ("x + y", (OPERATOR, ("x", "y"))),
+        ("x + 1", (OPERATOR, ("x",))),
+        ("1 + x", (OPERATOR, ("x",))),
+        ("x + act(y, self)", (OPERATOR, ("x",))),
+        ("act(y) + x", (OPERATOR, ("x",))),
+        ("act(x) + 1", (OPERATOR, ())),
+        ("act(y) + (1 if z else x)", (OTHER, ())),
+        ("act(y) + (z and x)", (OTHER, ())),
     ],
 )
 def test_called_at_tells_what_a_call_calls_or_that_it_does_not_know(source: str, called: tuple[str, object]) -> None:
-    code = compile(source, "<source>", "eval")
+    code = eval(f"lambda x, y, z, self: {source}").__code__
     last = [each.offset for each in dis.get_instructions(code) if each.opname in ("CALL", "CALL_FUNCTION_EX", "BINARY_OP")][-1]
     assert called_at(code, last) == called
 

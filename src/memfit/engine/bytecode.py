@@ -19,8 +19,8 @@ from memfit.core.liveness import LET_GO
 _FAST = re.compile(r"(LOAD|STORE|DELETE)_FAST")
 _NO_NEXT = ("RETURN_", "RAISE_", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "INTERPRETER_EXIT")
 _READS_LOCALS = frozenset({"locals", "eval", "exec", "vars", "dir", "_getframe", "currentframe", "stack"})
-_Called = tuple[str, Any]  # how an instruction got what it calls, one of the words below, and by which name
-OPERATOR, ATTRIBUTE, NAME, ITEM, OTHER = "operator", "attribute", "name", "item", "other"
+_Called = tuple[str, tuple[str, ...]]  # how an instruction got what it calls, one of the words below, and by which names
+OPERATOR, NAMED, OTHER = "operator", "named", "other"
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ def live_after(code: CodeType, offset: int) -> frozenset[str]:
 
 
 def called_at(code: CodeType, offset: int) -> _Called:
-    """What the instruction at `offset` calls: (ATTRIBUTE, 'relu') for `torch.relu(x)`, (NAME, 'act') for `act(x)`, (ITEM, 0) for
-    `layers[0](x)`, (OPERATOR, '') for `x + y`, (OTHER, '') for all else, keywords and `*args` included."""
+    """What the instruction at `offset` calls: (NAMED, ('torch', 'relu')) for `torch.relu(x)`, (NAMED, ('layers', '0')) for `layers[0](x)`,
+    (NAMED, ('', 'relu')) for `f(x).relu()`, (NAMED, ()) where it has no such name. (OPERATOR, ('x',)) for `x + 1`: the operands that
+    are locals. (OTHER, ()) for all else, keywords and `*args` included."""
     found = _analyse(code)
     return found.called[found.index(offset)]
 
@@ -108,29 +109,60 @@ def _find_live(instructions: list[dis.Instruction], offsets: list[int], entries:
 def _find_called(instructions: list[dis.Instruction], index: int) -> _Called:
     """What was pushed before the call's arguments. Where a jump lies between, it is not looked for."""
     call = instructions[index]
+    if call.is_jump_target or instructions[index - 1].is_jump_target:  # what lies before it may not have run
+        return OTHER, ()
     if call.opname == "BINARY_OP":
-        return OPERATOR, ""
+        right = _start_of(instructions, index, 1)
+        if right is None:
+            return OPERATOR, _pushed_names(instructions[index - 1])
+        return OPERATOR, _pushed_names(instructions[right - 1])[-1:] + _pushed_names(instructions[index - 1])
     if call.opname != "CALL" or call.arg is None:
-        return OTHER, ""
+        return OTHER, ()
     if instructions[index - 1].opname == "PRECALL":
         index -= 1
     if instructions[index - 1].opname == "KW_NAMES":
-        return OTHER, ""
-    missing = call.arg
-    while missing > 0:
+        return OTHER, ()
+    start = _start_of(instructions, index, call.arg)
+    if start is None:
+        return OTHER, ()
+    while instructions[start - 1].opname == "PUSH_NULL":
+        start -= 1
+        if instructions[start].is_jump_target:
+            return OTHER, ()
+    return NAMED, _path_of(instructions, start - 1)
+
+
+def _start_of(instructions: list[dis.Instruction], index: int, num_values: int) -> int | None:
+    """The first of the instructions before `index` that push the topmost values; None where they are not straight on."""
+    while num_values > 0:
         index -= 1
         each = instructions[index]
         if index < 1 or each.is_jump_target or _jumps(each):
-            return OTHER, ""
-        missing -= dis.stack_effect(each.opcode, each.arg if each.opcode >= dis.HAVE_ARGUMENT else None)
-    while instructions[index - 1].opname == "PUSH_NULL":
-        index -= 1
-    pushed = instructions[index - 1]
-    if pushed.opname in ("LOAD_METHOD", "LOAD_ATTR"):
-        return ATTRIBUTE, pushed.argval
-    if pushed.opname == "BINARY_SUBSCR" and instructions[index - 2].opname == "LOAD_CONST":
-        return ITEM, instructions[index - 2].argval
-    return (NAME, pushed.argval) if pushed.opname in _NAMES else (OTHER, "")
+            return None
+        num_values -= dis.stack_effect(each.opcode, each.arg if each.opcode >= dis.HAVE_ARGUMENT else None)
+    return index if num_values == 0 else None
+
+
+def _path_of(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
+    """('self', 'layers', '0') where `self.layers[0]` is pushed; ('', 'relu') where it is an attribute of what has no name; () else."""
+    parts: list[str] = []
+    while True:
+        each = instructions[index]
+        if each.opname in _NAMES:
+            return (str(each.argval), *parts)
+        if each.opname in ("LOAD_METHOD", "LOAD_ATTR") and not each.is_jump_target:
+            parts.insert(0, str(each.argval))
+            index -= 1
+        elif each.opname == "BINARY_SUBSCR" and instructions[index - 1].opname == "LOAD_CONST":
+            parts.insert(0, str(instructions[index - 1].argval))
+            index -= 2
+        else:
+            return ("", *parts) if len(parts) == 1 else ()
+
+
+def _pushed_names(instruction: dis.Instruction) -> tuple[str, ...]:
+    """The locals whose content the instruction pushes, in order."""
+    return tuple(name for kind, name in _effects(instruction) if kind == "LOAD")
 
 
 _NAMES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF")

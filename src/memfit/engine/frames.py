@@ -3,13 +3,14 @@
 CPython counts references and does not say whose they are. Here each is accounted for: the locals of the frames on the stack (dead
 where no path of the bytecode behind the call reads them again: the liveness analysis of compilers, once a function), and the fixed
 number that a call in progress holds its arguments with, learnt from calls on tensors nobody else knows. That number holds for calls
-written out as `f(x)`, so the bytecode must show that it is this function that the frame calls. A count that comes out higher or lower
-has a holder no frame shows, and the tensor counts as read.
+written out as `f(x)`, so the bytecode must show that it is this function that the frame calls, or this tensor that an operator is
+applied to: C code (NumPy's arrays of objects) calls with what it only borrowed. A count that comes out higher or lower has a holder no
+frame shows, and the tensor counts as read.
 
 Costs 1-2 us a frame; 0.2 ms a function, once. CPython 3.11 to 3.13: before, calls hold their arguments in other ways; after, they
 borrow them. `find_reader` proves its own numbers before their first use and answers "unknown" where they do not hold.
-Known limits: an operator that C code applies to what it only borrowed (NumPy's arrays of objects); readers of other frames' locals
-(`inspect`, debuggers).
+Known limits: a type of an extension that has methods named as the tensor's and calls them with borrowed tensors, used as
+`f(x).relu()`; readers of other frames' locals (`inspect`, debuggers).
 Source: Aho, Sethi, Ullman, *Compilers*, section 10.6, on bytecode; `core.liveness` does the same on source.
 """
 
@@ -18,16 +19,15 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch.nn.functional import relu  # now: a program may put something else there
 from torch.overrides import TorchFunctionMode
 
-from memfit.engine.bytecode import ATTRIBUTE, ITEM, NAME, OPERATOR, called_at, live_after
+from memfit.engine.bytecode import NAMED, OPERATOR, called_at, live_after
 from memfit.engine.private import MODULE_CALL, has_foreign_hooks
 
 UNKNOWN = "something that no frame shows"
@@ -58,26 +58,24 @@ class _Counts:
 _counts: list[_Counts | None] = []  # filled once
 
 
-def find_reader(
-    args: tuple[Any, ...], frame: FrameType | None, func: Any, path_of: Callable[[torch.nn.Module], str | None]
-) -> str:
+def find_reader(args: tuple[Any, ...], frame: FrameType | None, func: Any) -> str:
     """Who may read args[0] after the call of `func` that a function mode has just been told of: '' nobody, else in words.
 
-    args: as the mode was given them. frame: the one that called the mode. path_of: the path under which the program knows a module.
+    args: as the mode was given them. frame: the one that called the mode.
     The answer holds for this call only. Nothing else may hold the tensor meanwhile: the caller keeps `args` and no name for what is in it.
     """
     found = sys.getrefcount(args[0])
     counts = _counts[0] if _counts else None
     if counts is None or sys.gettrace() is not None:
         return UNKNOWN
-    return _account(args, frame, func, path_of, found, counts)
+    return _account(args, frame, func, found, counts)
 
 
-def _account(args: tuple[Any, ...], frame: FrameType | None, func: Any, path_of: Any, found: int, counts: _Counts) -> str:
+def _account(args: tuple[Any, ...], frame: FrameType | None, func: Any, found: int, counts: _Counts) -> str:
     if frame is not None and frame.f_code is _HANDLER:
         left = found - counts.functional
         frame = frame.f_back
-    elif frame is not None and _is_called(frame, func, func.__name__):
+    elif frame is not None and _is_applied(frame, func, args):
         left = found - counts.builtin
     else:
         return UNKNOWN
@@ -88,7 +86,7 @@ def _account(args: tuple[Any, ...], frame: FrameType | None, func: Any, path_of:
         if part < 0:
             num_held, reader = _names_of(args, frame)
         elif part == 0:  # the outermost of a module call's frames
-            num_held, reader = _passed_through(args, frame, path_of, counts.module if is_hooked else -1)
+            num_held, reader = _passed_through(args, frame, counts.module if is_hooked else -1)
         if reader:
             return reader
         left -= num_held
@@ -97,12 +95,35 @@ def _account(args: tuple[Any, ...], frame: FrameType | None, func: Any, path_of:
     return "" if left == 0 else UNKNOWN
 
 
-def _is_called(frame: FrameType, func: Any, name: Any) -> bool:
-    """Whether it is `func` that the frame's instruction calls, an attribute of this name where it is one. An operator has no name."""
-    how, found = called_at(frame.f_code, frame.f_lasti)
-    if how == NAME:
-        return read_locals(frame).get(found, frame.f_globals.get(found)) is func
-    return how == OPERATOR or (how in (ATTRIBUTE, ITEM) and str(found) == name)
+def _is_applied(frame: FrameType, func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the frame's instruction applies the built-in `func`: by its name, as a method of args[0], or as an operator to args[0]."""
+    how, names = called_at(frame.f_code, frame.f_lasti)
+    if how == OPERATOR:
+        known = read_locals(frame)
+        return any(known.get(name) is args[0] for name in names)
+    if how != NAMED or not names:
+        return False
+    is_method = names[-1] == func.__name__ and (names[0] == "" or _look_up(frame, names[:-1]) is args[0])
+    return is_method or _look_up(frame, names) is func
+
+
+def _is_called(frame: FrameType, module: Any) -> bool:
+    """Whether it is the module that the frame's instruction calls."""
+    how, names = called_at(frame.f_code, frame.f_lasti)
+    return how == NAMED and _look_up(frame, names) is module
+
+
+def _look_up(frame: FrameType, names: tuple[str, ...]) -> Any:
+    """What the dotted name means in the frame, as far as modules of either kind lead; None beyond. Runs none of the program's code."""
+    if not names:
+        return None
+    found = read_locals(frame).get(names[0], frame.f_globals.get(names[0]))
+    for name in names[1:]:
+        if not isinstance(found, (torch.nn.Module, ModuleType)):
+            return None
+        known = vars(found)
+        found = known.get(name, known.get("_modules", {}).get(name) if isinstance(found, torch.nn.Module) else None)
+    return found
 
 
 def _names_of(args: tuple[Any, ...], frame: FrameType) -> tuple[int, str]:
@@ -113,7 +134,7 @@ def _names_of(args: tuple[Any, ...], frame: FrameType) -> tuple[int, str]:
     return len(names), f"`{live[0]}` of {code.co_name}, {code.co_filename}:{frame.f_lineno}" if live else ""
 
 
-def _passed_through(args: tuple[Any, ...], frame: FrameType, path_of: Any, num_held: int) -> tuple[int, str]:
+def _passed_through(args: tuple[Any, ...], frame: FrameType, num_held: int) -> tuple[int, str]:
     """How many references to args[0] a module call holds, and who else may read it. num_held: where it was given args[0] in the plain
     way; -1 where it was called in another."""
     names = read_locals(frame)
@@ -125,13 +146,7 @@ def _passed_through(args: tuple[Any, ...], frame: FrameType, path_of: Any, num_h
     module, caller = names["self"], frame.f_back
     if has_foreign_hooks(module):
         return 0, f"a hook of {type(module).__name__}"
-    name = (path_of(module) or "").rpartition(".")[2]
-    is_plain = (
-        num_held >= 0
-        and caller is not None
-        and _is_called(caller, module, name)
-        and called_at(caller.f_code, caller.f_lasti)[0] != OPERATOR
-    )
+    is_plain = num_held >= 0 and caller is not None and _is_called(caller, module)
     return num_held, "" if is_plain else UNKNOWN
 
 
@@ -162,7 +177,7 @@ class _Listener(TorchFunctionMode):
     def _note(self, args: Any, func: Any) -> None:
         self.found = _count(args)
         if self._known is not None:
-            self.answers.append(_account(args, sys._getframe(2), func, lambda module: "inner", self.found, self._known))
+            self.answers.append(_account(args, sys._getframe(2), func, self.found, self._known))
 
 
 def _count(args: tuple[Any, ...]) -> int:

@@ -31,7 +31,6 @@ from memfit.engine.filing import is_plain
 from memfit.engine.frames import find_reader
 from memfit.engine.private import base_of, is_hooked, num_holders, use_count
 
-PathOf = Callable[[torch.nn.Module], "str | None"]
 Form = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
 
 _ALONE = frozenset(["relu", "sigmoid", "tanh", "exp", "exp2", "expm1", "sqrt", "rsqrt", "reciprocal", "neg", "leaky_relu"])
@@ -55,10 +54,11 @@ def in_place_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return (form, args, kwargs) if form is not None else None
 
 
-def why_not(form: Form, cell: Cell | None, caller: FrameType | None, path_of: PathOf) -> str:
+def why_not(form: Form, cell: Cell | None, caller: FrameType | None) -> str:
     """SAFE where this call, which has an in-place form and is about to run, may take it now; else why not, in words.
 
-    form: the call as it is written. cell: of the argument's storage, if the tape knows it. caller, path_of: see find_reader.
+    form: the call as it is written. cell: of the argument's storage, if the tape knows it. caller: the frame that called
+    the function mode.
     """
     func, args, kwargs = form
     name = functions.name_of(func)
@@ -70,7 +70,7 @@ def why_not(form: Form, cell: Cell | None, caller: FrameType | None, path_of: Pa
         _about_arguments(name, args, kwargs)
         or _about_tensor(args[0])
         or _about_holders(args[0], cell)
-        or ((reader := find_reader(args, caller, func, path_of)) and f"{reader} may read it again")
+        or ((reader := find_reader(args, caller, func)) and f"{reader} may read it again")
         or SAFE
     )
 

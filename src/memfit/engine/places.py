@@ -97,11 +97,6 @@ class Places:
         if output is None and not outer and sys.exc_info()[0] is not None:  # it must not shift the places of the next
             self._invocations = self._invocations_before_root
 
-    def path_of(self, module: torch.nn.Module) -> str | None:
-        """The path under which the module is known, if it has run or is part of one that has."""
-        named = self._paths.get(id(module))
-        return named[1] if named is not None else None
-
     def _name(self, module: torch.nn.Module) -> tuple[weakref.ref[torch.nn.Module], str]:
         parent = self.frame.path
         root = f"{parent}.{type(module).__name__}" if parent else type(module).__name__

@@ -126,7 +126,7 @@ def _look_at_input(tape: Tape, func: Any, args: Any, kwargs: Any, caller: FrameT
     form = in_place_form(func, args, kwargs)
     if form is None:
         return "", None
-    return why_not((func, args, kwargs), cell_if_known(tape, args[0]), caller, tape.places.path_of), form
+    return why_not((func, args, kwargs), cell_if_known(tape, args[0]), caller), form
 
 
 def _note_statistics(tape: Tape, call: Call, values: list[torch.Tensor], statistics: tuple[torch.Tensor, ...]) -> bool:
