@@ -99,7 +99,8 @@ def test_live_after_names_what_some_path_reads_before_it_is_bound_again(
         ("self.find(y).relu()", (NAMED, ("", "relu"))),
         ("self.find(y).a.act(x)", (NAMED, ())),
         ("self.find(y)(x)", (NAMED, ())),
-        ("(x if y else z).relu()", (NAMED, ())),
+        ("(x if y else z).relu(self)", (NAMED, ())),
+        ("(x + y).relu()", (NAMED, ("", "relu"))),
         ("(x if y else z)(y)", (OTHER, ())),
         ("act(*x)", (OTHER, ())),
         ("act(x, key=y)", (OTHER, ())),
@@ -115,7 +116,7 @@ def test_live_after_names_what_some_path_reads_before_it_is_bound_again(
     ],
 )
 def test_called_at_tells_what_a_call_calls_or_that_it_does_not_know(source: str, called: tuple[str, object]) -> None:
-    code = eval(f"lambda x, y, z, self: {source}").__code__
+    code = eval(f"lambda x, y, z, self: ({source}, y)").__code__  # more behind it: a return is written once for each branch
     last = [each.offset for each in dis.get_instructions(code) if each.opname in ("CALL", "CALL_FUNCTION_EX", "BINARY_OP")][-1]
     assert called_at(code, last) == called
 

@@ -266,6 +266,24 @@ def kept_in_an_array_for_a_function(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.two(results[0])
 
 
+class OfAnArray(torch.autograd.Function):
+    """Computes in NumPy and returns a tensor on the array's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+        kept[:] = [x.detach().numpy() - 0.5]
+        return torch.from_numpy(kept[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def on_the_memory_of_an_array(net: Net, x: torch.Tensor) -> torch.Tensor:
+    h = OfAnArray.apply(net.one(x), net.kept)
+    return net.two(torch.relu(h))
+
+
 def kept_as_a_view(net: Net, x: torch.Tensor) -> torch.Tensor:
     h = net.one(x)
     net.kept[:] = [h.detach().view(-1)]
@@ -347,6 +365,7 @@ UNSAFE_PLACES: list[tuple[Callable[[Net, torch.Tensor], torch.Tensor], str, str]
     (handed_on_by_c_code, "relu", "something that no frame shows may read it again"),
     (kept_in_an_array, "add", "something that no frame shows may read it again"),
     (kept_in_an_array_for_a_function, "add", "something that no frame shows may read it again"),
+    (on_the_memory_of_an_array, "relu", "the memory of its input is not PyTorch's own (NumPy's, or shared)"),
     (kept_as_a_view, "relu", "a view of its input lives, or autograd saved it for backward"),
     (seen_by_a_hook, "relu", "a hook of ReLU may read it again"),
     (of_a_view, "relu", "its input is a view"),

@@ -51,7 +51,7 @@ def live_after(code: CodeType, offset: int) -> frozenset[str]:
 
 def called_at(code: CodeType, offset: int) -> _Called:
     """What the instruction at `offset` calls: (NAMED, ('torch', 'relu')) for `torch.relu(x)`, (NAMED, ('layers', '0')) for `layers[0](x)`,
-    (NAMED, ('', 'relu')) for `f(x).relu()`, (NAMED, ()) where it has no such name. (OPERATOR, ('x',)) for `x + 1`: the operands that
+    (NAMED, ('', 'relu')) for `f(x).relu()` and `(x + y).relu()`, (NAMED, ()) where it has no such name. (OPERATOR, ('x',)) for `x + 1`: the operands that
     are locals. (OTHER, ()) for all else, keywords and `*args` included."""
     found = _analyse(code)
     return found.called[found.index(offset)]
@@ -157,7 +157,7 @@ def _path_of(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]
             parts.insert(0, str(instructions[index - 1].argval))
             index -= 2
         else:
-            return ("", *parts) if len(parts) == 1 else ()
+            return ("", *parts) if len(parts) == 1 and each.opname in ("CALL", "BINARY_OP") else ()
 
 
 def _pushed_names(instruction: dis.Instruction) -> tuple[str, ...]:

@@ -116,6 +116,8 @@ def _about_tensor(x: torch.Tensor) -> str:
         return "its input is a view"
     if x.numel() * x.itemsize != x.untyped_storage().nbytes():
         return "its input is not the whole of its storage"
+    if not x.untyped_storage().resizable():  # a result of the program's own autograd.Function
+        return "the memory of its input is not PyTorch's own (NumPy's, or shared)"
     if is_hooked(x) or vars(x) or weakref.getweakrefcount(x):
         return "somebody watches its input (a hook on it, an attribute, a weak reference)"
     return ""
