@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import memfit
 from equality import Program, make, snapshot
 from memfit.core.inplace import Site, find_sites
 from memfit.core.plan import Move
 from memfit.core.trace import Trace
 from memfit.engine.cell import Call, Handle
+from memfit.engine.frames import UNDERSTOOD
 from memfit.engine.policy import CallPolicy
 from memfit.engine.tape import Tape
 from memfit.techniques import inplace
+
+on_a_python_understood = pytest.mark.skipif(not UNDERSTOOD, reason="on this Python no call is ever made in place")
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -94,4 +99,4 @@ def move_for(trace: Trace, calls: list[int]) -> Move:
     return Move("inplace", "", (), calls=tuple(trace.calls[call].place for call in calls))
 
 
-__all__ = ["applied", "everywhere", "move_for", "sites_of", "trace_of"]
+__all__ = ["applied", "everywhere", "move_for", "on_a_python_understood", "sites_of", "trace_of"]

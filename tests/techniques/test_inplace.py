@@ -24,7 +24,7 @@ from memfit.core.replay import replay
 from memfit.engine.overwriting import in_place_form
 from memfit.engine.tape import Tape
 from memfit.techniques import inplace
-from techniques.in_place import applied, everywhere, move_for, sites_of, trace_of
+from techniques.in_place import applied, everywhere, move_for, on_a_python_understood, sites_of, trace_of
 
 
 @pytest.fixture(autouse=True)
@@ -389,6 +389,7 @@ UNSAFE_PLACES: list[tuple[Callable[[Net, torch.Tensor], torch.Tensor], str, str]
 ]  # fmt: skip
 
 
+@on_a_python_understood
 @pytest.mark.parametrize(("forward", "function"), SAFE_PLACES)
 def test_a_safe_place_is_proposed_and_training_in_place_equals_plain_training(
     forward: Callable[[Net, torch.Tensor], torch.Tensor], function: str
@@ -402,6 +403,7 @@ def test_a_safe_place_is_proposed_and_training_in_place_equals_plain_training(
     assert (tape.counts.num_overwritten, tape.counts.num_not_overwritten) == (3, 0)
 
 
+@on_a_python_understood
 @pytest.mark.parametrize(("forward", "function", "reason"), UNSAFE_PLACES)
 def test_an_unsafe_place_is_not_proposed_the_reason_is_told_and_forced_it_runs_out_of_place(
     forward: Callable[[Net, torch.Tensor], torch.Tensor], function: str, reason: str
@@ -420,6 +422,7 @@ def test_an_unsafe_place_is_not_proposed_the_reason_is_told_and_forced_it_runs_o
     assert (tape.counts.num_overwritten, tape.counts.num_not_overwritten) == (0, 3)
 
 
+@on_a_python_understood
 def test_a_later_step_that_keeps_the_input_runs_out_of_place_and_equals_plain_training() -> None:
     def forward(net: Net, x: torch.Tensor) -> torch.Tensor:
         h = net.one(x)
@@ -451,6 +454,7 @@ def test_a_later_step_that_keeps_the_input_runs_out_of_place_and_equals_plain_tr
 PROGRAMS = FORWARDS | LOOPS
 
 
+@on_a_python_understood
 @pytest.mark.parametrize(("number", "name"), list(enumerate(PROGRAMS)))
 def test_a_trap_program_with_everything_in_place_that_may_be_equals_its_plain_self(number: int, name: str) -> None:
     """Half of them with every saved tensor evicted as well: what is in place is a source that was destroyed."""
@@ -459,6 +463,7 @@ def test_a_trap_program_with_everything_in_place_that_may_be_equals_its_plain_se
     assert tape.counts.num_overwritten > 0
 
 
+@on_a_python_understood
 def test_undo_takes_the_calls_out_again_and_the_next_step_is_plain() -> None:
     program = training(rebound)
     move = move_for(trace := trace_of(program), propose(trace))
@@ -518,6 +523,7 @@ def measured_peak(program: Program, calls: list[int] | None, trace: Any) -> int:
     return memory.peak_bytes
 
 
+@on_a_python_understood
 @pytest.mark.usefixtures("alone")
 def test_leaky_relu_in_place_holds_one_map_a_layer_less_and_relu_none() -> None:
     program = stack(lambda: nn.LeakyReLU(0.2))
@@ -538,6 +544,7 @@ def test_leaky_relu_in_place_holds_one_map_a_layer_less_and_relu_none() -> None:
     assert measured_bytes == pytest.approx(0, abs=1024)
 
 
+@on_a_python_understood
 @pytest.mark.usefixtures("alone")
 def test_a_plan_takes_what_is_free_first_and_its_peak_is_the_measured_one() -> None:
     program = stack(lambda: nn.LeakyReLU(0.2))
@@ -553,6 +560,7 @@ def test_a_plan_takes_what_is_free_first_and_its_peak_is_the_measured_one() -> N
     assert differences(plain(program, 5), found) == []
 
 
+@on_a_python_understood
 @pytest.mark.usefixtures("alone")
 def test_a_step_measured_under_the_plan_has_the_trace_of_the_plain_step() -> None:
     program = stack(lambda: nn.LeakyReLU(0.2))
@@ -576,6 +584,7 @@ def test_a_step_measured_under_the_plan_has_the_trace_of_the_plain_step() -> Non
     ]
 
 
+@on_a_python_understood
 @pytest.mark.usefixtures("alone")
 def test_taking_a_call_apart_undoes_the_edit_to_the_byte() -> None:
     trace = trace_of(stack(lambda: nn.LeakyReLU(0.2)), 2)
@@ -624,6 +633,7 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch, out_of_place: Callable[[],
     return make_run
 
 
+@on_a_python_understood
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("name", "activation"), [("W3", None), ("W3", nn.LeakyReLU), ("W4", nn.ReLU), ("W4", nn.LeakyReLU)])
 def test_in_place_and_recompute_hold_residual_and_u_nets_to_a_budget_bit_for_bit(

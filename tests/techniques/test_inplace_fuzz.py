@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from equality import Program, Run, differences, plain
-from techniques.in_place import everywhere
+from techniques.in_place import everywhere, on_a_python_understood
 
 N = 4
 _EXAMPLES = os.environ.get("MEMFIT_FUZZ_EXAMPLES")
@@ -222,6 +222,7 @@ def program(lines: list[tuple[str, str]]) -> Program:
 LINES = st.lists(st.tuples(st.sampled_from(STATEMENTS), st.permutations("abcd").map("".join)), min_size=2, max_size=12)
 
 
+@on_a_python_understood
 def test_any_function_in_place_wherever_that_is_taken_to_be_safe_equals_its_plain_self() -> None:
     num_overwritten = 0
 

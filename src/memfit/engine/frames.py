@@ -31,6 +31,7 @@ from memfit.engine.bytecode import NAMED, OPERATOR, called_at, live_after
 from memfit.engine.private import MODULE_CALL, has_foreign_hooks
 
 UNKNOWN = "something that no frame shows"
+UNDERSTOOD = (3, 11) <= sys.version_info[:2] <= (3, 13)  # the Pythons it is written for; on others everything is UNKNOWN
 
 _HANDLER = torch.overrides.handle_torch_function.__code__  # between a function of torch.nn.functional and a mode
 
@@ -209,7 +210,7 @@ def learn_counts() -> None:
     To be called with a hook before and one after every module call installed, which change how modules call.
     """
     if not _counts:
-        _counts.append(_learn() if (3, 11) <= sys.version_info[:2] <= (3, 13) else None)
+        _counts.append(_learn() if UNDERSTOOD else None)
 
 
 def _learn() -> _Counts | None:
