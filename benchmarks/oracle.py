@@ -207,8 +207,9 @@ def _digest(value: Any) -> str:
         return "none"
     if not isinstance(value, Tensor):
         return hashlib.sha256(repr(value).encode()).hexdigest()
+    # A copy: memory that numpy has seen may be written unseen, so memfit would recompute nothing from it in the next step.
     # reshape, so that a scalar has a dimension whose bytes can be looked at
-    bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    bits = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     return hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + bits.numpy().tobytes()).hexdigest()
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
 from memfit.core.finding import Finding
-from memfit.core.plan import APPROXIMATE, BITWISE, EXACTNESS, Plan
-from memfit.core.precision import Choice
+from memfit.core.plan import APPROXIMATE, BITWISE, EXACTNESS, Plan, precision_for
+from memfit.core.precision import Choice, choose, read_precision
+from memfit.core.proof import Proof
 from memfit.core.sizes import format_size, parse_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.core.verify import check_verify
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     import torch
 
     from memfit.core.growth import GrowthReport
+    from memfit.diagnosis.values import ValueLog
     from memfit.diagnosis.watch import GrowthWatch
-    from memfit.runtime.script import ScriptRun
+    from memfit.runtime.script import ScriptRun, TraceRun
     from memfit.runtime.session import OnProgress, Session
 
 T = TypeVar("T")
@@ -35,6 +36,8 @@ def fit(
     budget: str | int | None = None,
     *,
     allow: str = BITWISE,
+    precision: str | None = None,
+    half: str | None = None,
     plan: Plan | None = None,
     verify: str | int = "3",
     on_progress: OnProgress | None = None,
@@ -42,15 +45,33 @@ def fit(
     """A context manager that holds the training loop inside it to `budget` bytes, with bitwise the same results.
 
     model, optimizer: what is trained; both may be left out, but with them a hopeless budget is refused before the first step.
-    budget: the peak of the whole step, as bytes or text ('3 GiB'). Default on CUDA: what the card has free, less a margin.
+    budget: the peak of the whole step, as bytes or text ('3 GiB'). Default on CUDA: what the card has free, less a margin; with a precision, on
+    CPU: all of the machine's memory.
     allow: 'bitwise', 'reordered' or 'approximate': how far results may differ from plain PyTorch.
-    plan: a plan made before (memfit.plan); without one the first steps are measured under a guard.
+    precision, half: an opt level, 'O0' to 'O3', and 'bf16' or 'fp16' (default: what torch.autocast takes), as `memfit run --precision`; asking
+    for it allows 'approximate'. The results are then those of plain torch.autocast and GradScaler.
+    plan: a plan made before (memfit.plan); without one the first steps are measured under a guard. One made for a precision trains in it.
     verify: in how many planned steps restored tensors are compared with what was evicted; 'always' or 'off'.
     on_progress: told what goes on, see report.progress.OnProgress.
 
     Raises BudgetError where the budget cannot be met, PlanError for a plan that needs more than the budget or is for another model,
-    UnsupportedError for a model on several devices or DataParallel, MemfitError for an unknown `allow` or `verify`.
+    PrecisionError for an unknown level and for weights it cannot take, UnsupportedError for a model on several devices or DataParallel,
+    MemfitError for an unknown `allow` or `verify`.
     """
+    choice = read_precision(precision, half, "half=", "precision='O1'")
+    return _make_session(model, optimizer, budget, allow, choice, plan, verify, on_progress)
+
+
+def _make_session(
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    budget: str | int | None,
+    allow: str,
+    precision: Choice | None,
+    plan: Plan | None,
+    verify: str | int,
+    on_progress: OnProgress | None,
+) -> Session:
     import memfit
     from memfit import planner
     from memfit.report import draw_result, draw_text
@@ -59,13 +80,19 @@ def fit(
     check_verify(verify)
     if allow not in EXACTNESS:
         raise MemfitError(f"allow={allow!r} is no exactness. Give one of {', '.join(map(repr, EXACTNESS))}.")
-    budget_bytes = parse_size(budget) if budget is not None else default_budget()
+    _check_given(model, optimizer)
+    precision = precision_for(plan, precision, allow)
+    if budget is not None:
+        budget_bytes, source = parse_size(budget), "given"
+    elif precision is not None and not _has_cuda():
+        budget_bytes, source = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's memory"
+    else:
+        budget_bytes, source = default_budget(), f"free on the card less {_MARGIN:.0%}"
     if plan is not None and plan.predicted_peak_bytes > budget_bytes:
         raise PlanError(
             f"The plan peaks at {format_size(plan.predicted_peak_bytes)}, more than the budget of {format_size(budget_bytes)}: it was "
             f"made for {format_size(plan.budget_bytes)}. Make one for this budget with `memfit plan`, or leave the plan out."
         )
-    source = "given" if budget is not None else f"free on the card less {_MARGIN:.0%}"
     return Session(
         budget_bytes,
         planner,
@@ -73,10 +100,26 @@ def fit(
         optimizer=optimizer,
         plan=plan,
         verify=str(verify),
+        precision=precision,
         on_progress=on_progress,
         draw=lambda result: draw_text(draw_result(result)),
-        facts={"allow": allow, "budget_source": source, "versions": {"memfit": memfit.__version__}},
+        facts={
+            "allow": allow if precision is None else APPROXIMATE,
+            "budget_source": source,
+            "versions": {"memfit": memfit.__version__},
+        },
     )
+
+
+def _check_given(model: object, optimizer: object) -> None:
+    import torch
+
+    for given, kind, name in ((model, torch.nn.Module, "model"), (optimizer, torch.optim.Optimizer, "optimizer")):
+        if given is not None and not isinstance(given, kind):
+            raise MemfitError(
+                f"The {name} is a {type(given).__name__}, no torch {kind.__name__}. Give the {kind.__name__} itself; where there are several, leave it "
+                "out: memfit finds them."
+            )
 
 
 def default_budget() -> int:
@@ -92,14 +135,15 @@ def default_budget() -> int:
     return int(free_bytes * (1 - _MARGIN))
 
 
-def trace(train_step: Callable[[], Any], num_steps: int = 2) -> Trace:
+def trace(train_step: Callable[[], Any], num_steps: int = 2, *, precision: str | None = None, half: str | None = None) -> Trace:
     """The Trace of the last of `num_steps` calls of `train_step` (forward, backward, optimizer.step), nothing changed.
 
-    Raises TraceError if no optimizer step happened in it.
+    precision, half: measure it at an opt level, as `fit` would train in it.
+    Raises TraceError if no optimizer step happened in it, PrecisionError as `fit`.
     """
     from memfit.runtime.session import Session
 
-    with Session(None, None) as session:
+    with Session(None, None, precision=read_precision(precision, half, "half=", "precision='O1'")) as session:
         for _ in range(num_steps):
             train_step()
     if not session.traces:
@@ -109,22 +153,45 @@ def trace(train_step: Callable[[], Any], num_steps: int = 2) -> Trace:
     return session.traces[-1]
 
 
-def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None) -> Plan:
-    """The cheapest plan found that holds the traced step to `budget`. Raises BudgetError (with needed_bytes) if there is none."""
+def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None, *, lower: Trace | None = None) -> Plan:
+    """The cheapest plan found that holds the traced step to `budget`.
+
+    lower: a trace of the same step in lower precision (`trace(step, precision='O1')`), which the plan is made of where `trace` cannot be held to
+    the budget; Plan.precision and its first note then say so. Giving it allows it.
+    Raises BudgetError (with needed_bytes) if there is no plan, TraceError if `lower` was not measured in lower precision.
+    """
     from memfit import planner
 
     budget_bytes = parse_size(budget)
-    return planner.plan(trace, budget_bytes, margin_bytes=slack_bytes(budget_bytes), progress=on_progress)
+    margin_bytes = slack_bytes(budget_bytes)
+    if lower is not None and not lower.meta.get("precision"):
+        raise TraceError(
+            "The trace for lower precision was measured in the program's own. Take it with `memfit trace --precision O1`, or memfit.trace(step, "
+            "precision='O1')."
+        )
+    try:
+        return planner.plan(trace, budget_bytes, margin_bytes=margin_bytes, progress=on_progress)
+    except BudgetError as error:
+        if lower is None:
+            raise
+        needed = format_size(error.needed_bytes or 0)
+    found = planner.plan(lower, budget_bytes, margin_bytes=margin_bytes, progress=on_progress)
+    note = f"Trains in {found.precision}, which changes results: in the program's own precision the best plan found needs {needed}."
+    return replace(found, notes=(note, *found.notes))
 
 
 def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> Trace:
     """The Trace of a script's second training step, in this precision; the script is stopped there. Raises TraceError if it never trains."""
-    from memfit.integrations import apex
-    from memfit.runtime.precision import Precision
-    from memfit.runtime.script import trace_script
+    return trace_run(path, args, on_progress, precision).whole()
 
-    with apex.standing_in(), Precision(precision) if precision is not None else nullcontext():
-        return trace_script(path, args, on_progress)
+
+def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> TraceRun:
+    """As `trace_script`, raising nothing that ends the script: what there is of one that ended before, and what ended it."""
+    from memfit.integrations import apex
+    from memfit.runtime.script import trace_run
+
+    with apex.standing_in():
+        return trace_run(path, args, on_progress, precision)
 
 
 def find_measured(path: str, args: list[str]) -> list[Finding]:
@@ -165,47 +232,35 @@ def run_script(
     precision: the opt level to train in (core.precision.choose), which is `allow`ed by asking for it; on CPU the budget may then be left out: all
     of the machine's memory.
 
+    With allow='approximate' and neither precision nor plan, a script whose first step cannot be held to the budget, and might be in O1, is started
+    over in O1: from its first line, the generators as they were, with what it wrote and printed up to there written and printed again.
+
     Raises as `fit` does for what is wrong before the script begins; all that comes later is in the ScriptRun.
     """
     from memfit.integrations import apex
-
-    source = ""
-    if precision is not None:
-        allow = APPROXIMATE
-        if budget is None and not _has_cuda():
-            budget, source = (
-                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-                "this machine's memory",
-            )
-    session = fit(None, None, budget, allow=allow, plan=plan, verify=verify, on_progress=on_progress)
-    with apex.standing_in() as messages:
-        ran, label = _run_in(precision, path, args, session, allow, release, messages)
-    result = replace(ran.result, precision=label, messages=(*messages, *ran.result.messages))
-    return replace(ran, result=replace(result, budget_source=source) if source else result)
-
-
-def _run_in(
-    precision: Choice | None, path: str, args: list[str], session: Session, allow: str, release: bool, messages: list[str]
-) -> tuple[ScriptRun, str]:
-    """Run the script in this precision; what it really trained in comes back too, and what there is to say is added to the messages."""
+    from memfit.runtime.again import StartingPoint
     from memfit.runtime.script import run_script
 
-    if precision is None:
-        return run_script(path, args, session, allow, release=release), ""
+    def run(choice: Choice | None) -> ScriptRun:
+        session = _make_session(None, None, budget, allow, choice, plan, verify, on_progress)
+        with apex.standing_in() as messages:
+            ran = run_script(path, args, session, release=release)
+        findings = tuple(findings_of(session.traces[-1])) if session.traces else ()
+        return replace(ran, result=replace(ran.result, findings=findings, messages=(*messages, *ran.result.messages)))
 
-    from memfit.diagnosis.precision import find_copies
-    from memfit.runtime.precision import Precision
-
-    with Precision(precision, on_held_back=session.leave_out_step) as applied:
-        ran = run_script(path, args, session, allow, release=release)
-    messages += applied.messages()
-    if session.traces and applied.label and precision.level.by_lists:
-        copies = find_copies(session.traces[-1])
-        messages.append(
-            f"autocast keeps {format_size(copies.weight_bytes)} of half copies of weights and {format_size(copies.input_bytes)} of float32 inputs for "
-            "backward; parameters, gradients and optimizer state stay float32 (memfit trace --precision compares with float32)."
-        )
-    return ran, applied.label
+    start = StartingPoint(path)
+    ran = run(precision)
+    if allow != APPROXIMATE or precision is not None or plan is not None or not ran.may_lower:
+        return ran
+    assert isinstance(ran.error, BudgetError)
+    why = (
+        f"in the program's own precision its first step needs {format_size(ran.error.needed_bytes or 0)} at least, so it was started over in O1, which "
+        "--allow approximate allows; what it printed and wrote up to there came twice."
+    )
+    del ran  # its traceback holds the tensors of the first try
+    start.go_back()
+    again = run(choose("O1"))
+    return replace(again, result=replace(again.result, messages=(why, *again.result.messages)))
 
 
 def _has_cuda() -> bool:
@@ -233,11 +288,18 @@ def watch_growth(items: Iterable[T] = (), *, budget: str | int | None = None, ma
 
 
 def watch_script(
-    path: str, args: list[str], *, budget: int | None = None, max_steps: int | None = None
+    path: str,
+    args: list[str],
+    *,
+    budget: int | None = None,
+    max_steps: int | None = None,
+    texts: Mapping[str, str] | None = None,
+    values: ValueLog | None = None,
 ) -> tuple[GrowthReport, int, BaseException | None]:
     """Run a script under a growth watch: what grew, the script's exit code, and what ended it.
 
     max_steps: stop the script after so many steps (its `finally` blocks run; the exit code is then 0).
+    texts: by absolute path, what is run in place of a file's own text. values: filled, for `prove_growth`.
     """
     from memfit.runtime.script import execute, exit_code_of
 
@@ -249,12 +311,63 @@ def watch_script(
 
     watch: GrowthWatch[Any] = watch_growth(budget=budget, max_steps=max_steps)
     watch.on_enough = stop
+    watch.values = values
     error: BaseException | None = None
     with watch:
         try:
-            execute(path, args, watch.look_now)
+            execute(path, args, watch.look_now, texts)
         except Enough:
             pass
         except BaseException as caught:
             error = caught
     return replace(watch.report, program=path), exit_code_of(error), error
+
+
+def prove_growth(
+    path: str,
+    args: list[str],
+    report: GrowthReport,
+    values: ValueLog,
+    error: BaseException | None,
+    max_steps: int | None = None,
+) -> Proof:
+    """Mend in a copy what the report says grows, run the script again from the copy, and compare (`diagnosis.proving`).
+
+    report, values, error: of `watch_script` with this script. The copy is text alone: it runs in a process of its own under the script's
+    name and directory, so imports and relative files are the same; what it prints is thrown away. No file is changed, except by the
+    script itself.
+    """
+    from memfit.core.growth_file import from_document
+    from memfit.diagnosis.proving import Ran, prove
+    from memfit.runtime.afresh import call_afresh
+
+    def run(texts: Mapping[str, str]) -> Ran:
+        task = {"path": path, "args": args, "max_steps": max_steps, "texts": dict(texts)}
+        ran, problem = call_afresh("memfit.api:watch_copy", task)
+        if ran is None:
+            return Ran(None, problem=problem)
+        return Ran(
+            from_document(ran["report"]), tuple(ran["outputs"]), tuple(ran["gradients"]), ran["exception"], ran["exit_code"]
+        )
+
+    return prove(Ran(report, tuple(values.outputs), tuple(values.gradients), _exception_name(error)), run)
+
+
+def watch_copy(task: dict[str, Any]) -> dict[str, Any]:
+    """In a process of `prove_growth`: run the copy; its report and values."""
+    from memfit.core.growth_file import to_document
+    from memfit.diagnosis.values import ValueLog
+
+    values = ValueLog()
+    report, exit_code, error = watch_script(**task, values=values)
+    return {
+        "report": to_document(report),
+        "outputs": values.outputs,
+        "gradients": values.gradients,
+        "exception": _exception_name(error),
+        "exit_code": exit_code,
+    }
+
+
+def _exception_name(error: BaseException | None) -> str:
+    return "" if error is None or isinstance(error, SystemExit) else type(error).__name__

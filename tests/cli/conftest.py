@@ -11,6 +11,7 @@ from memfit import cli
 from memfit.core.plan import Plan
 from memfit.core.result import Result
 from memfit.core.trace import Cell, Storage, Trace
+from memfit.runtime.script import TraceRun
 
 RESULT = Result(budget_bytes=3 * 1024**3, peak_bytes=2 * 1024**3, num_steps=2, num_measured_steps=2, program="train.py")
 TRACE = Trace("cpu", (Storage(1000, "parameter", persistent=True),), (Cell(0),), (), (), (("alloc", 0),))
@@ -33,12 +34,16 @@ class FakeApi:
         on_progress("measuring step 1", 0, None)
         return self._answer(self.ran)
 
-    def trace_script(self, path, args, on_progress=None):
+    def trace_run(self, path, args, on_progress=None, precision=None):
         self.calls.append((path, args))
-        return self._answer(self.traced)
+        if isinstance(self.traced, TraceRun):
+            return self.traced
+        if isinstance(self.traced, Exception):
+            return TraceRun(path, None, 0, self.traced)
+        return TraceRun(path, self.traced, 2, None)
 
-    def plan(self, trace, budget, on_progress=None):
-        self.calls.append((trace, budget))
+    def plan(self, trace, budget, on_progress=None, *, lower=None):
+        self.calls.append((trace, budget) if lower is None else (trace, budget, lower))
         on_progress("sweeping")
         return self._answer(self.planned)
 

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from memfit.cli.explain import _TEXTS, read_text
+from memfit.core import growth
 from memfit.core.trace import Call, Cell, Handle, Storage, Trace
-from memfit.diagnosis.codes import CODES, expand_codes
+from memfit.diagnosis import collecting, dead, held
+from memfit.diagnosis.codes import CODES, MEASURED_ONLY, expand_codes
 from memfit.diagnosis.lints import source
+from memfit.runtime import autocast_cache
 
 LEAK = """import torch
 
@@ -378,6 +381,13 @@ def test_every_code_has_a_line_and_a_text_that_explain_prints(memfit):
     assert out == read_text("MF101")
     assert "MF922        batch norm sees parts of the batch\n" in memfit("explain")[1]
     assert memfit("explain", "MF929")[2].startswith("memfit: There is no text about 'MF929'. Did you mean mf9")
+
+
+def test_every_code_that_only_a_run_can_report_is_named_by_the_code_that_reports_it():
+    reported = {*growth.CODES.values(), dead.DEAD_NAME, held.HELD, held.ORPHANS, collecting.IDLE_DEL, autocast_cache.CODE}
+    assert reported == set(MEASURED_ONLY)
+    for code, verb in MEASURED_ONLY.items():
+        assert f"`memfit {verb}`" in " ".join(read_text(code).split()), code
 
 
 def test_every_code_that_a_rule_can_report_is_in_the_table():

@@ -63,6 +63,19 @@ def test_an_exception_of_the_script_is_shown_as_python_shows_it_after_the_report
     assert "/memfit/" not in err
 
 
+def test_a_script_that_dies_in_its_second_step_is_told_that_growth_needs_more(memfit, tmp_path):
+    source = LEAK.replace(
+        "    kept.append(out)", "    kept.append(out)\n    if step == 1:\n        raise ValueError('no more data')"
+    )
+    (tmp_path / "train.py").write_text(source.format(end=""))
+    code, _, err = memfit("leaks", "train.py")
+    assert code == 1
+    words = " ".join(err.split())
+    assert "Steps 2 watched" in words
+    assert "Too few growth shows from the fourth step on" in words
+    assert err.endswith("ValueError: no more data\n")
+
+
 def test_ctrl_c_gives_the_report_so_far_and_130(memfit, tmp_path):
     (tmp_path / "train.py").write_text(LEAK.format(end="raise KeyboardInterrupt"))
     code, _, err = memfit("leaks", "train.py")
@@ -89,6 +102,7 @@ def test_steps_stops_the_script(memfit, tmp_path):
     [
         (["nope.py"], "memfit: There is no script nope.py."),
         (["--steps", "3", "train.py"], "memfit: --steps 3 is too few: growth shows from the fourth step on."),
+        (["--steps", "0", "train.py"], "memfit: --steps 0 is too few"),
         (["--budget", "1 XB", "train.py"], "memfit: BudgetError: '1 XB' is not a size"),
         (["--json", "nowhere/out.json", "train.py"], "there is no directory"),
     ],
@@ -98,3 +112,33 @@ def test_bad_input_is_refused_in_a_sentence_before_anything_runs(memfit, tmp_pat
     code, out, err = memfit("leaks", *args)
     assert (code, out) == (2, "")
     assert words in " ".join(err.split())
+
+
+def test_prove_runs_a_mended_copy_with_the_scripts_own_imports_and_files_and_writes_none_of_them(memfit, tmp_path):
+    (tmp_path / "numbers.txt").write_text("8")
+    (tmp_path / "sums.py").write_text(
+        "total = 0\ndef join(loss):\n    global total\n    total = total + loss\n    return total\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "from pathlib import Path\nimport torch\nimport sums\nmodel = torch.nn.Linear(16, 16)\nkept = []\n"
+        "for step in range(int(Path('numbers.txt').read_text())):\n    loss = model(torch.randn(8, 16)).tanh().mean()\n"
+        "    loss.backward()\n    sums.join(loss)\n    kept.append(loss)\nprint('once')\n"
+    )
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    code, out, err = memfit("leaks", "--prove", "--json", "out.json", "train.py")
+    assert (code, out) == (0, "once\n")
+    assert "\n+    total = (total + loss).detach()\n" in err
+    assert "\n+    kept.append(loss.detach())\n" in err
+    words = " ".join(err.split())
+    assert "After flat: 0 B and 0 graph nodes a step, over 8 steps" in words
+    assert "Equal yes, bit for bit: 8 outputs of modules and the gradients of 8 backward passes" in words
+    proof = json.loads((tmp_path / "out.json").read_text())["proof"]
+    assert (proof["is_flat"], proof["after"], proof["before"][1] > 0) == (True, [0, 0], True)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_prove_says_that_nothing_grows(memfit, tmp_path):
+    (tmp_path / "train.py").write_text(LEAK.replace("    kept.append(out)", "    del out").format(end=""))
+    code, _, err = memfit("leaks", "--prove", "train.py")
+    assert code == 0
+    assert "Nothing grows, so there is nothing to mend." in err

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from memfit.core.errors import BudgetError, TraceError
 from memfit.core.plan import Plan
 from memfit.core.trace import Call, Cell, Storage, Trace
 from memfit.diagnosis.codes import CODES
+from memfit.runtime.script import TraceRun
+from report.examples import TRACE as TRACE_OF_A_CALL
 
 IN_PLACE = Trace(
     "cpu",
@@ -76,6 +79,22 @@ def test_an_exception_of_a_traced_script_is_shown_and_exit_code_1(memfit, api):
     assert err.endswith("ValueError: too hot\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "exit_code", "end"),
+    [(KeyboardInterrupt(), 130, "KeyboardInterrupt\n"), (ValueError("too hot"), 1, "ValueError: too hot\n")],
+)
+def test_what_ran_before_the_script_ended_is_reported_and_saved_before_its_exception(
+    memfit, api, tmp_path, error, exit_code, end
+):
+    api.traced = TraceRun("train.py", TRACE_OF_A_CALL, 1, error)
+    code, _, err = memfit("trace", "train.py", "-o", "trace.json")
+    assert code == exit_code
+    assert " ".join(err.split()).startswith("memfit trace: train.py peaks at 4.48 KiB in forward")
+    assert f"The script ended in its second step ({end.strip()}). This is the first one" in " ".join(err.split())
+    assert err.endswith(end)
+    assert Trace.load("trace.json").calls == TRACE_OF_A_CALL.calls
+
+
 def test_plan_prints_the_plan_and_writes_it(memfit, api, tmp_path):
     TRACE.save(tmp_path / "trace.json")
     code, out, err = memfit("plan", "trace.json", "--budget", "3 KiB", "-o", "my plan.json")
@@ -84,6 +103,19 @@ def test_plan_prints_the_plan_and_writes_it(memfit, api, tmp_path):
     assert out.endswith("\nSaved. Next: memfit run --budget '3 KiB' --plan 'my plan.json' SCRIPT\n")
     assert err == "memfit: planning ...\n" or err.startswith("memfit: planning ...\nmemfit: sweeping ... (planning: ")
     assert Plan.load("my plan.json") == PLAN
+
+
+def test_a_plan_in_lower_precision_says_so_and_how_to_run_it(memfit, api, tmp_path):
+    TRACE.save(tmp_path / "trace.json")
+    lower = replace(TRACE, meta={"precision": "O1 bfloat16"})
+    lower.save(tmp_path / "o1.json")
+    api.planned = replace(PLAN, precision="O1 bfloat16", device="cpu", notes=("Trains in O1 bfloat16.",))
+    code, out, _ = memfit("plan", "trace.json", "--lower", "o1.json", "--budget", "3KiB", "-o", "plan.json")
+    assert (code, api.calls) == (0, [(TRACE, 3072, lower)])
+    assert "Trains in O1 bfloat16." in out
+    assert "cpu, O1 bfloat16" in out
+    assert out.endswith("\nSaved. Next: memfit run --budget 3KiB --plan plan.json --allow approximate SCRIPT\n")
+    assert Plan.load("plan.json").precision == "O1 bfloat16"
 
 
 def test_a_plan_that_cannot_be_found_is_refused_and_nothing_is_written(memfit, api, tmp_path):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from memfit.core import growth as core
+from memfit.core import growth_file
 from memfit.core.growth import Growth, GrowthReport, Rise, Sample, judge
 
 
@@ -82,11 +83,16 @@ def test_the_budget_is_full_after_what_is_left_of_it_divided_by_the_growth():
     assert GrowthReport("a.py", (growth,)).steps_left is None
 
 
-def test_a_saved_report_has_its_findings(tmp_path):
-    report = GrowthReport(
-        "a.py", (Growth(core.CYCLE, "a.py", 3, num_bytes=4096, chain="Step.me -> the same Step"),), num_steps=9
-    )
-    core.save(report, tmp_path / "report.json")
+def test_a_saved_report_has_its_findings_and_is_read_again_as_it_was(tmp_path):
+    made_at = (("a.py:2", "Linear", 4096),)
+    growth = Growth(core.CYCLE, "a.py", 3, num_bytes=4096, chain="Step.me -> the same Step", made_at=made_at)
+    peaks = core.StepPeaks(1, 10, 5, 80, 9)
+    report = GrowthReport("a.py", (growth,), (("a.py:1", 5),), num_steps=9, peaks=peaks, messages=("A note.",))
+    growth_file.save(report, tmp_path / "report.json")
+    assert growth_file.load(tmp_path / "report.json") == report
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no growth report"):
+        growth_file.load(tmp_path / "other.json")
     document = json.loads((tmp_path / "report.json").read_text())
     assert (document["format"], document["num_steps"]) == ("memfit-growth", 9)
     assert [(each["code"], each["line"], each["num_bytes"]) for each in document["findings"]] == [("MF134", 3, 4096)]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.core.copies import find_copies
 from memfit.core.precision import choose
-from memfit.diagnosis.precision import compare, describe, find_copies
+from memfit.diagnosis.precision import compare, describe
 from memfit.runtime.precision import Precision
 from memfit.runtime.session import Session
 
@@ -101,6 +102,9 @@ def test_o1_shrinks_no_parameter_gradient_or_optimizer_state():
     found = compare(measure("O0", linears, 2), measure("O1", linears, 2))
     assert found.kinds["parameter"][0] == found.kinds["parameter"][1] == 6 * WEIGHT_BYTES
     assert found.kinds["gradient"][0] == found.kinds["gradient"][1] == 6 * WEIGHT_BYTES
+    told = describe(found, "O1")[1]
+    assert told.startswith("At the two peaks, float32 -> O1: ")
+    assert "parameter 96.00 KiB -> 96.00 KiB" in told
 
 
 def test_a_model_of_pointwise_operations_is_told_that_amp_makes_it_larger():
@@ -109,3 +113,21 @@ def test_a_model_of_pointwise_operations_is_told_that_amp_makes_it_larger():
     assert found.shrunk_bytes == -256 * WIDTH * 2 + 256 * 2
     assert "Activations grow by 9.8%: most are made by operations" in " ".join(describe(found, "O1"))
     assert "stay in float32 (norms, exp, softmax, losses)" in " ".join(describe(found, "O1"))
+
+
+def test_where_less_is_kept_and_the_peak_is_elsewhere_it_is_not_said_to_pay():
+    """The float32 chain peaks before the two products begin; they keep two half copies of (32, 64), and one weight."""
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.last = nn.Parameter(torch.ones(WIDTH)), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+
+        def forward(self, x):
+            wide = torch.cat([x * self.scale] * 16).exp()
+            return self.last(wide.view(16, -1, WIDTH).sum(0))
+
+    found = compare(measure("O0", Late, 128), measure("O1", Late, 128))
+    assert found.break_even < 1
+    assert found.peak_bytes[1] >= found.peak_bytes[0]
+    assert "so less is kept for backward; the peak, which is elsewhere, does not shrink." in " ".join(describe(found, "O1"))

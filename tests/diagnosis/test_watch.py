@@ -135,11 +135,12 @@ def test_a_state_carried_over_is_told_at_the_backward_that_retains_its_graph(wat
 
 def test_logits_joined_to_those_of_before_grow_though_only_one_tensor_is_alive(watch):
     ran = watch("""
-        head, kept = nn.Linear(8, 64), None
-        with torch.no_grad():
-            for _ in range(8):
+        @torch.no_grad()
+        def evaluate(head, kept=None):
+            for _ in range(12):  # looks at 3 and 6, between which and the end a reference of ours would show
                 logits = head(torch.randn(16, 8))
                 kept = logits if kept is None else torch.cat((kept, logits))
+        evaluate(nn.Linear(8, 64))
     """)
     [growth] = ran.found
     assert (growth.kind, growth.line, growth.num_bytes) == (core.NAME, ran.line("torch.cat"), 16 * 64 * 4)
@@ -261,6 +262,9 @@ def test_a_gradient_with_a_graph_keeps_its_parameter_for_ever(watch):
     "source",
     [
         """
+    rows = [{"inputs": torch.randint(0, 100, (16,)), "label": torch.tensor(number % 2)} for number in range(12)]
+        """,
+        """
     queue, averages, shadow = __import__("collections").deque(maxlen=3), torch.zeros(8), None
     for step in range(16):
         out, loss = train_step(torch.randn(8 + 2 * step, 32))
@@ -314,6 +318,7 @@ def test_a_gradient_with_a_graph_keeps_its_parameter_for_ever(watch):
         """,
     ],
     ids=[
+        "data of a program that never trains",
         "queue, average, copy",
         "curve of numbers",
         "accumulation",
@@ -327,6 +332,26 @@ def test_silent_on_what_only_looks_like_growth(watch, source):
     ran = watch(TRAIN + source)
     assert ran.exit_code == 0, ran.error
     assert [(each.line, each.chain) for each in ran.found] == []
+
+
+def test_the_longest_batch_that_comes_late_is_told_by_the_peaks_of_the_steps_and_no_growth(watch):
+    ran = watch("""
+        model = nn.Linear(64, 64, bias=False)
+        for length in (64, 32, 64, 64, 512, 64):
+            model(torch.randn(length, 64)).sum().backward()
+            model.zero_grad()
+    """)
+    assert ran.found == []
+    peaks = ran.report.peaks
+    # the weights, the batch and the output, which has gone when the weights' gradient comes; the loss and its gradient are 4 bytes
+    assert (peaks.first_step, peaks.first_bytes) == (1, (64 + 2 * 64) * 64 * 4 + 8)
+    assert peaks.largest_bytes == pytest.approx((64 + 2 * 512) * 64 * 4, abs=8)
+    assert (peaks.largest_step, peaks.num_steps, peaks.is_uneven) == (5, 6, True)
+
+
+def test_optimizer_state_that_arrives_in_the_first_step_makes_no_step_uneven(watch):
+    ran = watch(TRAIN + "    for _ in range(5):\n        train_step(torch.randn(8, 32))\n")
+    assert (ran.report.peaks.first_step, ran.report.peaks.num_steps, ran.report.peaks.is_uneven) == (2, 5, False)
 
 
 def test_a_script_that_dies_in_its_fifth_step_gets_the_findings_up_to_there(watch):
@@ -348,14 +373,18 @@ def test_a_script_that_dies_in_its_fifth_step_gets_the_findings_up_to_there(watc
 def test_a_script_that_never_trains_has_nothing_to_tell(watch):
     ran = watch("print(sum(range(10)))")
     assert (ran.report.num_steps, ran.report.growths, ran.exit_code) == (0, (), 0)
+    assert watch("rows = [torch.zeros(1000 * each) for each in range(9)]").report.peaks is None  # no step, so none is uneven
 
 
 def test_max_steps_stops_the_script_and_runs_its_finally(watch, capsys):
     ran = watch(TRAIN + """
+    data = []
+    for _ in range(20):  # no step: nothing is trained here
+        data.append(torch.randn(16, 32))
     kept = []
     try:
         for step in range(100):
-            kept.append(train_step(torch.randn(16, 32))[0])
+            kept.append(train_step(data[step % 20])[0])
     except Exception:
         print("swallowed")
     finally:

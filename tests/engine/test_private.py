@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,6 +100,25 @@ def test_backward_number_is_another_one_in_each_backward_pass() -> None:
     assert private.backward_number() == -1
     assert len(set(numbers)) == 2
     assert -1 not in numbers
+
+
+def test_only_views_tells_views_from_what_writes_or_makes() -> None:
+    aten = torch.ops.aten
+    assert all(map(private.only_views, (aten.t.default, aten.view.default, aten.split.Tensor, aten.detach.default)))
+    made = (aten.add.Tensor, aten.add_.Tensor, aten.add.out, aten._unsafe_view.default, aten.native_layer_norm.default)
+    assert not any(map(private.only_views, made))
+    assert not private.only_views(aten._foreach_add_.List)  # gives nothing back
+
+
+def test_at_end_of_backward_is_called_once_with_the_gradients_in_place_and_refused_outside() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 3
+    y.register_hook(lambda _: private.at_end_of_backward(lambda: seen.append(x.grad.tolist())))
+    y.sum().backward()
+    assert seen == [[3.0, 3.0]]
+    with pytest.raises(RuntimeError, match="during backward pass"):
+        private.at_end_of_backward(lambda: None)
 
 
 def test_read_saved_names_what_a_node_holds_until_backward_frees_it() -> None:

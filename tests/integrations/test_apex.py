@@ -392,3 +392,21 @@ def test_fused_optimizers_are_pytorchs_or_a_sentence():
     assert type(FusedAdam([weight], adam_w_mode=False)) is torch.optim.Adam
     with pytest.raises(PrecisionError, match="PyTorch has no LAMB"):
         FusedLAMB([weight], lr=1e-3)
+
+
+def test_a_model_that_overflows_for_ever_stops_with_its_module_and_no_parameter_changed(capsys):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    before = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+
+    def step():
+        with amp.scale_loss(model(torch.full((4, 8), 1e30)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(24):
+        step()
+    with pytest.raises(PrecisionError, match=r"25 steps in a row were held back .* is 0 \(Linear\)"):
+        step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memfit.measurement.backends import CpuBackend
-from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed
+from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed, packing_bytes
 
 convolution = torch.ops.aten.convolution.default
 
@@ -40,3 +40,16 @@ def test_the_results_of_an_operation_are_counted_and_its_views_are_not() -> None
     assert bytes_needed(torch.ops.aten.add.Tensor, (x, x), {}) == x.nbytes
     assert bytes_needed(torch.ops.aten.t.default, (x,), {}) == 0
     assert bytes_needed(torch.ops.aten.add_.Tensor, (x, x), {}) == 0
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(4096, 64, 64), (2048, 256, 1024), (64, 2048, 256), (256, 2048, 1024)])
+def test_a_product_in_bfloat16_takes_no_more_than_its_result_and_the_room_asked_for_packing(rows, inner, columns):
+    """What oneDNN packs is seen by no operator; the first such product of a step must find room for it all the same."""
+    left, right = torch.ones(rows, inner, dtype=torch.bfloat16), torch.ones(columns, inner, dtype=torch.bfloat16).t()
+    product = torch.ops.aten.mm.default
+    taken = CpuBackend().probe(lambda: product(left, right))
+    result = bytes_needed(product, (left, right), {})
+    assert result == rows * columns * 2
+    assert result <= taken <= result + packing_bytes(product, (left, right))
+    assert packing_bytes(product, (left.float(), right.float())) == 0
+    assert packing_bytes(torch.ops.aten.add.Tensor, (left, left)) == 0

@@ -101,7 +101,7 @@ def test_what_is_dead_stands_with_its_bytes_its_place_and_what_to_do():
         draw_text(draw_dead([finding], 4584, 4488))
         == """\
 Dead, yet held at the peak: without it 4.38 KiB instead of 4.48 KiB
-96 B         project/nets/mlp.py:9 `x` is dead after line 9. `del x` after line
-             9.
+96 B         project/nets/mlp.py:9 MF203 `x` is dead after line 9. `del x` after
+             line 9.
 """
     )

@@ -125,7 +125,7 @@ def test_a_script_for_apex_is_left_alone_by_precision(scripts):
     out, ran = scripts.run(path, precision=choose("O3", "bf16"))
     assert ran.error is None, ran.error
     assert out == wanted
-    assert "--precision O3 was not applied: the script calls apex's amp.initialize, so it is left alone." in ran.result.messages
+    assert "precision O3 was not applied: the program calls apex's amp.initialize, so it is left alone." in ran.result.messages
 
 
 def test_an_apex_that_is_installed_without_amp_keeps_its_own_parts(tmp_path, monkeypatch):

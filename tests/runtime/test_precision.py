@@ -216,7 +216,7 @@ print(digest(net))
     assert ran.error is None, ran.error
     assert out == plain
     assert ran.result.precision == ""
-    assert ran.result.messages[0] == f"--precision O1 was not applied: the script {does}, so it is left alone."
+    assert ran.result.messages[0] == f"precision O1 was not applied: the program {does}, so it is left alone."
 
 
 def test_o0_changes_nothing_and_says_so(scripts):
@@ -224,7 +224,7 @@ def test_o0_changes_nothing_and_says_so(scripts):
     plain, _ = scripts.run_plain(path)
     out, ran = scripts.run(path, precision=choose("O0"))
     assert out == plain
-    assert "precision O0: pure float32, as the script is written; nothing was changed." in ran.result.messages
+    assert "precision O0: pure float32, as the program is written; nothing was changed." in ran.result.messages
 
 
 def test_everything_is_taken_off_afterwards(scripts):
@@ -352,6 +352,10 @@ optimizer.step()
     )
     _, ran = scripts.run(scripts.write(source.format(cache=False)), precision=choose("O1", "bf16"))
     assert not any("MF611" in message for message in ran.result.messages)
+    one_by_one = source.format(cache=True).replace("        net(x)\n        net(x)", "        [layer(x) for layer in net]")
+    _, ran = scripts.run(scripts.write(one_by_one), precision=choose("O1", "bf16"))
+    (found,) = (message for message in ran.result.messages if "MF611" in message)
+    assert "MF611 6 forward passes (Linear) without gradients leave 48.00 KiB of cast weights" in found
 
 
 def test_what_autocast_keeps_is_told_in_the_report(scripts):

@@ -17,6 +17,7 @@ import memfit
 from memfit import api
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError, UnsupportedError
 from memfit.core.plan import Plan
+from memfit.core.replay import replay
 from memfit.core.result import Result
 from memfit.core.trace import Trace
 from memfit.runtime.script import execute, exit_code_of
@@ -237,6 +238,48 @@ def test_the_trace_of_a_single_step_says_so(scripts):
     trace = api.trace_script(scripts.write(SETUP + "for i in range(1):" + STEP + END), [])
     assert trace.meta["step"] == 1
     assert trace.meta["note"].startswith("The script made a single training step")
+
+
+def test_a_script_that_dies_in_its_second_step_is_traced_up_to_there(scripts):
+    source = SETUP + "for i in range(6):\n    if i == 1:\n        raise ValueError('no more data')" + STEP
+    ran = api.trace_run(scripts.write(source), [])
+    trace = ran.so_far()
+    assert (ran.num_steps, str(ran.error)) == (1, "no more data")
+    assert trace.meta["step"] == 1
+    assert trace.meta["note"].startswith(
+        "The script ended in its second step (ValueError: no more data). This is the first one"
+    )
+    with pytest.raises(ValueError, match="no more data"):
+        ran.whole()
+
+
+def test_a_script_that_is_interrupted_in_its_first_step_is_traced_up_to_there(scripts):
+    source = SETUP + "for i in range(6):" + STEP.replace("    optimizer.step()", "    raise KeyboardInterrupt")
+    ran = api.trace_run(scripts.write(source), [])
+    trace = ran.so_far()
+    assert (ran.num_steps, type(ran.error)) == (0, KeyboardInterrupt)
+    assert trace.meta["note"] == "The script ended before its first step did (KeyboardInterrupt). This is what ran until then."
+    assert replay(trace).peak_bytes > 0
+    assert api.trace_run(scripts.write("raise KeyboardInterrupt\n"), []).so_far() is None
+
+
+def test_what_the_measured_steps_show_by_the_way_is_in_the_result(scripts):
+    late = STEP.replace("    optimizer.zero_grad()\n", "").replace(
+        "    loss.backward()", "    optimizer.zero_grad()\n    loss.backward()"
+    )
+    path = scripts.write(SETUP.replace("Net()", "Net(width=512)") + "for i in range(4):" + late)
+    _, ran = scripts.run(path, budget=BUDGET)
+    [finding] = ran.result.findings
+    [line] = [number for number, text in enumerate(Path(path).read_text().splitlines(), start=1) if "zero_grad" in text]
+    assert (finding.code, finding.path, finding.line, finding.measured) == ("MF401", path, line, True)
+    assert finding.num_bytes > 0
+    assert Result.from_json(ran.result.to_json()) == ran.result
+    on_time = scripts.write(
+        SETUP.replace("Net()", "Net(width=512)")
+        + "for i in range(4):"
+        + STEP.replace("zero_grad()\n", "zero_grad()\n    logits = model(x)\n")
+    )
+    assert scripts.run(on_time, budget=BUDGET)[1].result.findings == ()
 
 
 # ---- refused in a sentence ---------------------------------------------------------------------------------------------

@@ -41,6 +41,17 @@ def test_a_budget_that_only_the_steps_after_the_first_would_break_is_refused_bef
     assert not optimizer.state
 
 
+def test_the_first_optimizer_step_under_the_guard_copies_no_parameter() -> None:
+    """Of 12 weights of 256 KiB each; what the guard held of them, so that anything could be evicted, goes when backward is through."""
+    model, optimizer, step = make(256, 16)
+    plain_bytes = replay(memfit.trace(step, 1)).peak_bytes
+    model, optimizer, step = make(256, 16)
+    with memfit.fit(model, optimizer, budget="1 GiB") as session:
+        step()
+    assert session.result().peak_phase == "optimizer step"
+    assert session.result().peak_bytes <= plain_bytes
+
+
 def test_the_smallest_budget_named_is_one_that_runs() -> None:
     model, optimizer, step = make()
     trace = memfit.trace(step, 2)

@@ -46,7 +46,7 @@ def test_the_module_whose_output_is_the_first_infinity_is_named_and_no_parameter
     ) as caught:
         train(Widening())
     assert "The first module whose output is not finite, although its inputs are, is 2.1 (Widening)." in str(caught.value)
-    assert "Use bfloat16 (--half bf16)" in str(caught.value)
+    assert "Use bfloat16 (--half bf16, half='bf16')" in str(caught.value)
 
 
 def test_an_infinity_that_arises_in_backward_is_traced_to_where_it_arrives():

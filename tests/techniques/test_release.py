@@ -314,11 +314,11 @@ import json, sys
 from memfit import api
 from memfit.core.dead import dead_in, let_go_early
 from memfit.core.replay import replay
-from memfit.runtime.script import run_script, trace_script
+from memfit.runtime.script import run_script, trace_run
 
 what, path = sys.argv[1:]
 if what == "trace":
-    trace = trace_script(path, [])
+    trace = trace_run(path, []).whole()
     names = [[each.name.name, trace.storages[each.storage].nbytes] for each in dead_in(trace)]
     print(json.dumps([replay(trace).peak_bytes, replay(let_go_early(trace, dead_in(trace))).peak_bytes, names]))
 else:

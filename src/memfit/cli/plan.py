@@ -18,6 +18,12 @@ from memfit.report import draw_plan, follow_progress, open_console
 def plan(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace written by `memfit trace`.")],
     budget: Annotated[str, typer.Option(metavar="SIZE", help="Bytes the whole step may take, like 3GiB.")],
+    lower: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE", help="A trace of the same step in lower precision: for where the budget cannot be met without."
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT", help="Where the plan goes.")] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="All moves; tracebacks of errors.")] = False,
 ) -> None:
@@ -28,13 +34,13 @@ def plan(
     with speak_errors(verbose=verbose):
         budget_bytes = parse_size(budget)
         output = check_output(output, "-o")
-        taken = Trace.load(trace)
+        taken, taken_lower = Trace.load(trace), None if lower is None else Trace.load(lower)
 
         from memfit import api
 
         with follow_progress(open_console(stderr=True), live=True) as on_progress:
             on_progress("planning")
-            found = api.plan(taken, budget_bytes, on_progress)
+            found = api.plan(taken, budget_bytes, on_progress, lower=taken_lower)
         console = open_console()
         console.print(draw_plan(found, max_moves=None) if verbose else draw_plan(found))
         if output is not None:
@@ -42,4 +48,5 @@ def plan(
                 found.save(output)
             console.print()
             options = f"--budget {quote(budget)} --plan {quote(os.path.relpath(output))}"
+            options += " --allow approximate" if found.precision else ""
             console.print(f"Saved. Next: memfit run {options} SCRIPT", soft_wrap=True)

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 
 from memfit.cli.errors import INTERRUPT, USAGE, check_output, say_error, speak_errors, writing
-from memfit.cli.precision import read_precision
 from memfit.cli.script import check_script, show_exception
 from memfit.core.errors import MemfitError, PlanError, UnsupportedError
 from memfit.core.plan import APPROXIMATE, BITWISE, REORDERED, Plan
+from memfit.core.precision import read_precision
 from memfit.core.result import Result
 from memfit.core.sizes import parse_size
 from memfit.core.verify import check_verify
@@ -64,7 +64,7 @@ def run(
         budget_bytes = None if budget is None else parse_size(budget)
         check_verify(verify, "--verify ")
         check_script(script)
-        level = read_precision(precision, half)
+        level = read_precision(precision, half, "--half ", "--precision O1")
         json, report = check_output(json, "--json"), check_output(report, "--report")
         chosen = None if plan is None else Plan.load(plan)
         path = os.path.abspath(script)  # for the traceback: the script may change directory

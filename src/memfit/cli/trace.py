@@ -11,10 +11,12 @@ from typing import Annotated
 import typer
 
 from memfit.cli.errors import check_output, speak_errors, writing
-from memfit.cli.precision import read_precision
-from memfit.cli.script import check_script, show_exception
+from memfit.cli.run import end_script
+from memfit.cli.script import check_script
 from memfit.core.errors import MemfitError
+from memfit.core.precision import read_precision
 from memfit.core.replay import replay
+from memfit.core.trace import Trace
 from memfit.diagnosis.collecting import find_idle_calls
 from memfit.diagnosis.dead import find_dead, peak_without_dead
 from memfit.diagnosis.held import find_held, held_in
@@ -37,7 +39,8 @@ def trace(
 ) -> None:
     """Measure two steps of SCRIPT, change nothing.
 
-    Says where the peak is and who holds it, and writes the trace. With --precision SCRIPT runs twice.
+    Says where the peak is and who holds it, and writes the trace; of a script that ends before its second step, of
+    what ran until then. With --precision SCRIPT runs twice.
 
     Options stand before SCRIPT. One may also end the line: `memfit trace train.py --epochs 3 -o trace.json`. If SCRIPT
     has an -o of its own, write memfit's before SCRIPT: then everything after SCRIPT belongs to it.
@@ -48,26 +51,25 @@ def trace(
         if output is None:
             script_args, output = split_output(script_args)
         check_script(script)
-        level = read_precision(precision, half)
+        level = read_precision(precision, half, "--half ", "--precision O1")
         output = check_output(output, "-o")
         shown = "" if output is None else quote(os.path.relpath(output))
         path = os.path.abspath(script)  # for the traceback: the script may change directory
 
         from memfit import api
+        from memfit.runtime.script import exit_code_of
 
-        try:
-            with follow_progress(console, live=False) as on_progress:
-                taken = api.trace_script(script, script_args, on_progress)
-                lower = None if level is None else api.trace_script(script, script_args, on_progress, level)
-        except MemfitError:
-            raise
-        except Exception as error:
-            show_exception(error, path)
-            raise typer.Exit(1) from None
-        if lower is not None and level is not None:
-            lines = describe(compare(taken, lower), level.level.name)
-            taken = lower
-            console.print("\n".join(lines), highlight=False)
+        plain: Trace | None = None
+        with follow_progress(console, live=False) as on_progress:
+            ran = api.trace_run(script, script_args, on_progress)
+            if level is not None and ran.error is None:
+                plain, ran = ran.whole(), api.trace_run(script, script_args, on_progress, level)
+        ending = ran.error
+        taken = ran.whole() if ending is None or isinstance(ending, MemfitError) else ran.so_far()
+        if taken is None:
+            raise typer.Exit(end_script(ending, exit_code_of(ending), path, console, verbose=verbose))
+        if level is not None and plain is not None and ending is None:
+            console.print("\n".join(describe(compare(plain, taken), level.level.name)), highlight=False)
             console.print()
         console.print(draw_trace(taken))
         if findings := [*find_dead(taken), *find_held(taken)]:
@@ -85,6 +87,8 @@ def trace(
             with writing(output):
                 taken.save(output)
             console.print(f"Saved. Next: memfit plan {shown} --budget SIZE", soft_wrap=True)
+    if ending is not None:
+        raise typer.Exit(end_script(ending, exit_code_of(ending), path, console, verbose=verbose))
 
 
 def split_output(args: list[str]) -> tuple[list[str], Path | None]:

@@ -11,11 +11,13 @@ class BudgetError(MemfitError):
     """The budget cannot be met, or cannot be understood.
 
     `needed_bytes` is the smallest budget known to be feasible, where one is known (else None).
+    `may_lower`: whether training in lower precision might meet it, as far as the bytes alive at the peak tell.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+    def __init__(self, message: str, *, needed_bytes: int | None = None, may_lower: bool = False) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+        self.may_lower = may_lower
 
 
 class TraceError(MemfitError):

@@ -6,11 +6,9 @@ arrives once (an optimizer's), queues that fill up and caches that have seen all
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from memfit.core.finding import Finding
 from memfit.core.sizes import format_size
@@ -36,6 +34,7 @@ CODES = {
 }
 MIN_SAMPLES = 3
 MIN_BYTES = 64  # a step: below, it takes 16 million steps to fill a gigabyte
+MIN_UNEVEN_BYTES = 4096
 MIN_SHARE_FOR_A_WHILE = 0.1  # the same for what an evaluation or a rollout piles up and lets go at its end
 MIN_SHARE = 0.02  # of the bytes a step makes: a program may collect its results
 
@@ -101,10 +100,26 @@ class Growth:
 
 
 @dataclass(frozen=True)
+class StepPeaks:
+    """The most that was alive in a step, of what was made meanwhile: of an early step (from 1), and of the largest of `num_steps`."""
+
+    first_step: int
+    first_bytes: int
+    largest_step: int
+    largest_bytes: int
+    num_steps: int
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a step took half as much again as the early one: then a measured early step says little."""
+        return self.largest_bytes >= 1.5 * self.first_bytes and self.largest_bytes - self.first_bytes >= MIN_UNEVEN_BYTES
+
+
+@dataclass(frozen=True)
 class GrowthReport:
     """All that was seen. settled: (file:line, bytes) that arrived and stayed, and do not grow.
 
-    num_steps, step: the steps watched and what a step was. live_bytes: alive at the end, of what was made meanwhile.
+    num_steps, step: the steps watched and what a step was; peaks: of theirs. live_bytes: alive at the end, of what was made meanwhile.
     messages: what could not be seen.
     """
 
@@ -115,6 +130,7 @@ class GrowthReport:
     step: str = ""
     live_bytes: int = 0
     peak_bytes: int = 0
+    peaks: StepPeaks | None = None
     budget_bytes: int | None = None
     messages: tuple[str, ...] = ()
 
@@ -134,17 +150,6 @@ class GrowthReport:
         if self.budget_bytes is None or self.bytes_per_step < MIN_BYTES:
             return None
         return max(0, (self.budget_bytes - self.live_bytes) // self.bytes_per_step)
-
-
-def save(report: GrowthReport, path: str | Path) -> None:
-    """Write it as JSON: the report's own fields, and its findings as `findings`."""
-    document = {
-        "format": "memfit-growth",
-        **asdict(report),
-        "findings": [asdict(each) for each in report.findings],
-        "steps_left": report.steps_left,
-    }
-    Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def judge(samples: Sequence[Sample], *, is_own_input: bool) -> Rise | None:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from memfit.core.errors import PlanError
+from memfit.core.errors import PlanError, PrecisionError
 from memfit.core.fields import make_row
+from memfit.core.precision import LEVELS, Choice
 from memfit.core.trace import PLACE, load_json
 
 FORMAT = "memfit-plan"
@@ -50,6 +51,7 @@ class Plan:
     floor_bytes: the smallest budget the planner can serve. extra_seconds: predicted cost a step;
     lower_bound_seconds: no plan in the planner's search space costs less. eager_seconds: the step as the program has it.
     untouched: invocations ('section|module path#invocation') of modules with planned calls in which nothing is planned.
+    precision: what the step is to train in, like 'O1 bfloat16'; '' for the program's own precision.
     peak_phase: phase of the eager peak. signature: which program this is for (see Trace.meta['signature']).
     """
 
@@ -67,6 +69,7 @@ class Plan:
     signature: str = ""
     notes: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
+    precision: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
@@ -91,10 +94,30 @@ class Plan:
             for name in plan.untouched:
                 if not PLACE.fullmatch(f"{name}/0:"):
                     raise ValueError(f"{name!r:.80} is no invocation of a module")
+            if plan.precision:
+                Choice.of_label(plan.precision)
             return replace(plan, moves=moves)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, PrecisionError) as error:
             raise PlanError(f"{path} is a damaged plan: {error} while reading it. {remedy}") from error
 
 
 def _place_of(key: str) -> str:
     return key.rpartition("|")[0]
+
+
+def precision_for(plan: Plan | None, asked: Choice | None, allow: str) -> Choice | None:
+    """What to train in: what was asked for, or what the plan was made for. Raises PlanError where they differ, or nobody allowed it."""
+    if plan is None or (not plan.precision and asked is None):
+        return asked
+    made_for = Choice.of_label(plan.precision) if plan.precision else None
+    if asked is None and allow == APPROXIMATE:
+        return made_for
+    if asked is not None and asked.level == (made_for.level if made_for is not None else LEVELS["O0"]):
+        return asked
+    own = "the program's own precision"
+    wanted = asked.level.name if asked is not None else own
+    remedy = "Give --allow approximate to train in it" if asked is None else f"Make one from a trace in {wanted}"
+    raise PlanError(
+        f"The plan was made for a step in {plan.precision or own} and this run is to train in {wanted}, so every size in it would be wrong. {remedy}, or "
+        "leave the plan out."
+    )

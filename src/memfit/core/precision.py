@@ -5,12 +5,16 @@ Names and meaning are those of apex's public documentation (nvidia.github.io/ape
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.core.errors import PrecisionError
+from memfit.core.sizes import format_size
 
 DYNAMIC = "dynamic"  # the loss scale halves when gradients overflow and doubles after 2000 steps without
 HALVES = ("bf16", "fp16")
+_NAMES = {"bfloat16": "bf16", "float16": "fp16"}  # PyTorch's -> ours
+_SHRINKING = ("activation", "temporary")  # kinds of memory (trace.KINDS) that O1 can make smaller, by half at most
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,30 @@ class Choice:
     level: Level
     half: str | None = None
 
+    @classmethod
+    def of_label(cls, label: str) -> Choice:
+        """The choice that trained in this, like 'O1 bfloat16' (Result.precision, Plan.precision). Raises PrecisionError for other words."""
+        level, _, half = label.partition(" ")
+        return choose(level, _NAMES.get(half, half))
+
 
 def choose(level: str, half: str | None = None) -> Choice:
     """The choice these words name. Raises PrecisionError for an unknown level or half."""
     if half is not None and half not in HALVES:
         raise PrecisionError(f"{half!r} is no half precision. Give {' or '.join(map(repr, HALVES))}.")
     return Choice(find_level(level), half)
+
+
+def read_precision(level: str | None, half: str | None, half_option: str, remedy: str) -> Choice | None:
+    """What a user's two words ask for; None where neither was given. Raises PrecisionError for unknown words, and for a half alone.
+
+    half_option: how the second was written, up to its value. remedy: how to write the first.
+    """
+    if level is None:
+        if half is not None:
+            raise PrecisionError(f"{half_option}{half} says nothing without an opt level. Add {remedy}, or leave it out.")
+        return None
+    return choose(level, half)
 
 
 def find_level(name: str) -> Level:
@@ -71,3 +93,17 @@ def find_level(name: str) -> Level:
     *others, last = (f"{each.name} ({each.title})" for each in LEVELS.values())
     hint = " The O is a letter, not a zero." if str(name)[:1] == "0" else ""
     raise PrecisionError(f"{name!r} is no opt level.{hint} There are {', '.join(others)} and {last}.")
+
+
+def suggest(bytes_by_kind: Mapping[str, int], needed_bytes: int, budget_bytes: int) -> str:
+    """A sentence for a budget that float32 cannot meet: what O1 could do at most, by the bytes that are alive when it is exceeded.
+
+    '' where half of all activations and temporaries would not be enough either.
+    """
+    shrinking = sum(bytes_by_kind.get(kind, 0) for kind in _SHRINKING)
+    if needed_bytes - shrinking // 2 > budget_bytes:
+        return ""
+    return (
+        f"Lower precision may help: O1 at best halves the {format_size(shrinking)} of activations and temporaries among it (`memfit run --precision O1` or "
+        "`--allow approximate`; memfit.fit(..., precision='O1')). It changes results."
+    )

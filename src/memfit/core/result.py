@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import MemfitError
+from memfit.core.finding import Finding
 from memfit.core.plan import BITWISE, Move
 from memfit.core.trace import load_json
 
@@ -92,6 +93,7 @@ class Result:
     moves: the plan's, in forward order.
     eager_bytes_by_kind, bytes_by_kind: kind (trace.KINDS) -> bytes at the eager peak, and at the measured one.
     let_go: variable, as '`logits` (train.py:34)' -> bytes a step that were freed there, after its last use; largest first.
+    findings: what the last measured step showed by the way: held at its peak for nothing, cleared late, collections that freed nothing.
     messages: what the runtime had to say, in order: replans, steps the guard caught, places it gave up.
     exit_reason: one of EXIT_REASONS; exit_code: of the script; error: the sentence of the exception that ended it,
         or ''.
@@ -119,6 +121,7 @@ class Result:
     eager_bytes_by_kind: dict[str, int] = field(default_factory=dict)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
     let_go: dict[str, int] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
     messages: tuple[str, ...] = ()
     exit_reason: str = FINISHED
     exit_code: int = 0
@@ -167,6 +170,8 @@ class Result:
             kept = {name: _tuples(value) for name, value in data.items() if name in known}
             if "moves" in kept:
                 kept["moves"] = tuple(Move(**{n: _tuples(v) for n, v in move.items()}) for move in kept["moves"])
+            if "findings" in kept:
+                kept["findings"] = tuple(Finding(**each) for each in kept["findings"])
             if "certificate" in kept:
                 certificate = {n: _tuples(v) for n, v in kept["certificate"].items() if n != "verdict"}
                 kept["certificate"] = Certificate(**certificate)

@@ -11,6 +11,7 @@ from typing import Any
 
 from memfit.core import growth as core
 from memfit.measurement.births import Birth, Site
+from memfit.measurement.holders import UNKNOWN as UNNAMED
 from memfit.measurement.loops import BACKWARD, NOTHING, Loop
 
 UNKNOWN = "a holder that was not looked for"
@@ -72,13 +73,19 @@ class Candidates:
     def close(self, *, is_training: bool) -> list[core.Growth]:
         """The run is over: what to report, one growth a line.
 
-        is_training: loops in which nothing tells of a step make layers or data, or call layers in turn: only garbage counts there.
+        is_training: loops in which nothing tells of a step make layers or data, or call layers in turn: only garbage counts there. Where
+        nothing is trained they count if a name holds what they made: a list that is still being built has none.
         """
         for each in self._open:
             self._keep(each, is_released=False)
         self._open = []
-        kept = self._kept.values()
-        return merge([each.growth for each in kept if each.rank > NOTHING or not is_training or each.growth.kind == core.CYCLE])
+        return merge([each.growth for each in self._kept.values() if self._counts(each, is_training)])
+
+    @staticmethod
+    def _counts(each: Candidate, is_training: bool) -> bool:
+        if each.rank > NOTHING or each.growth.kind == core.CYCLE:
+            return True
+        return not is_training and each.growth.chain not in (UNKNOWN, UNNAMED)
 
     @staticmethod
     def _is_gone(each: Candidate) -> bool:

@@ -19,8 +19,8 @@ from memfit.diagnosis.dead import weigh
 
 HELD = "MF204"
 FRAMES = "MF111"
-_ORPHANS = "MF205"
-_CODES = {"traceback": FRAMES, "optimizer": _ORPHANS}
+ORPHANS = "MF205"
+_CODES = {"traceback": FRAMES, "optimizer": ORPHANS}
 _ALWAYS = ("traceback", "optimizer")  # these hold for nothing whenever it was made
 _REMEDIES = {
     "traceback": "Keep the message or the type of the exception, not the exception itself",

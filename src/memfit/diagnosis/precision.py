@@ -4,8 +4,7 @@ Autocast adds half copies of float32 weights, and keeps them for backward; it sa
 The first does not depend on the batch and the second does, so there is a batch below which O1 costs memory. Parameters, gradients and optimizer
 state stay float32 under O1 and O2.
 
-A trace knows no types. A copy is recognised by where it arises, saved inside a call and seen by nobody else, and by its size, half that of
-a weight or an input of that call. Casts that only autocast's cache holds, and backward does not need, are in the peaks and not in these sums.
+Copies that only autocast's cache holds, and backward does not need, are in the peaks and not in the sums (core.copies).
 """
 
 from __future__ import annotations
@@ -13,21 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.core.breakdown import bytes_by
+from memfit.core.copies import Copies, find_copies
 from memfit.core.replay import replay
 from memfit.core.sizes import format_size
 from memfit.core.trace import Trace
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Half copies that backward keeps beside float32 originals, in bytes.
-
-    weight_bytes: of parameters. input_bytes: of other inputs. twice_bytes: of these, the originals that backward keeps as well.
-    """
-
-    weight_bytes: int
-    input_bytes: int
-    twice_bytes: int
 
 
 @dataclass(frozen=True)
@@ -72,28 +60,12 @@ def saved_bytes(trace: Trace) -> int:
     return sum(trace.storages[each].nbytes for each in storages if not trace.storages[each].persistent)
 
 
-def find_copies(trace: Trace) -> Copies:
-    """The half copies in a trace that was measured at O1."""
-    saved = {trace.cells[handle.cell].storage for handle in trace.handles}
-    weight_bytes = input_bytes = twice_bytes = 0
-    for index, cell in enumerate(trace.cells):
-        if cell.call < 0 or not cell.position.startswith("in") or cell.storage not in saved:
-            continue
-        nbytes = trace.storages[cell.storage].nbytes
-        sources = [trace.cells[each].storage for each in trace.calls[cell.call].inputs if each != index]
-        twice = [each for each in sources if trace.storages[each].nbytes == 2 * nbytes]
-        if any(trace.storages[each].kind == "parameter" for each in twice):
-            weight_bytes += nbytes
-        elif twice:
-            input_bytes += nbytes
-            twice_bytes += 2 * nbytes if twice[0] in saved else 0
-    return Copies(weight_bytes, input_bytes, twice_bytes)
-
-
 def describe(found: Comparison, level: str) -> list[str]:
     """The comparison in sentences: the peak, what was added and what saved, and when it pays."""
     plain, lower = found.peak_bytes
     lines = [f"{level}: peak {format_size(lower)}, {lower / plain:.2f}x of float32's {format_size(plain)}."]
+    kinds = [f"{name} {format_size(was)} -> {format_size(now)}" for name, (was, now) in found.kinds.items() if was or now]
+    lines.append(f"At the two peaks, float32 -> {level}: {', '.join(kinds)}.")
     unchanged = sum(
         lower_ for name, (_, lower_) in found.kinds.items() if name in ("parameter", "gradient", "optimizer state", "buffer")
     )
@@ -105,6 +77,8 @@ def describe(found: Comparison, level: str) -> list[str]:
     lines.append(f"Parameters, gradients, optimizer state and buffers hold {format_size(unchanged)} at that peak.")
     if found.copies.weight_bytes and found.break_even is not None:
         verdict = "it costs memory at this batch" if found.break_even > 1 else "it pays at this batch"
+        if found.break_even <= 1 and lower >= plain:
+            verdict = "less is kept for backward; the peak, which is elsewhere, does not shrink"
         lines.append(
             f"The copies of weights equal what the activations shrink by at {found.break_even:.2g} times this batch, so {verdict}."
         )

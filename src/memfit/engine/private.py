@@ -18,6 +18,24 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def only_views(operation: Any) -> bool:
+    """Whether all an operation of a dispatch mode gives back are views of its arguments, and it writes into none: by its schema.
+
+    Source: `OpOverload._schema`, which `torch.utils._python_dispatch` reads for the same.
+    """
+    returns = operation._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call it when the backward pass that runs now has ended, all gradients in place. RuntimeError outside of one.
+
+    Source: DistributedDataParallel and FSDP end their communication so.
+    """
+    variable: Any = torch.autograd.Variable
+    variable._execution_engine.queue_callback(call)
+
+
 def num_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors hold the storage, the given Python object not counted. Source: `torch._inductor.cudagraph_trees`."""
     return torch._C._storage_Use_Count(storage._cdata) - 1

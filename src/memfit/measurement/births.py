@@ -1,8 +1,11 @@
 """The ledger of births: every new storage, where it was made, and how many of each place are alive.
 
 A dispatch mode sees the results of every operation; a weak reference on each storage tells when it dies, autograd's saved tensors and
-gradients included. No tensor is held. Cost: about 15 us an operation (`benchmarks/growth_overhead.py`), in one thread and in the
-backward passes started from it. Storages from before it was entered, and sparse or wrapped tensors, are not in it.
+gradients included. No tensor is held. Seen are one thread and the backward passes started from it. Storages from before it was entered,
+and sparse or wrapped tensors, are not in it.
+
+Cost: `benchmarks/growth_overhead.py`. Operations that only look at a storage (views) are a third of a training step's and pass by. Inside a
+module's call no loop is a step (`loops`), so only the place is looked for, and not who called whom.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.engine.cell import StorageRef
 from memfit.engine.frames import read_locals
 from memfit.engine.need import tensors_in
-from memfit.engine.private import backward_number
+from memfit.engine.private import backward_number, only_views
 from memfit.measurement.loops import BACKWARD, LoopFinder
 
 _WRAPPERS = ("_fn", "inner")  # in torch/_dynamo/eval_frame.py and torch/_compile.py
@@ -87,7 +90,8 @@ class Ledger(TorchDispatchMode):
         self.finder = finder
         self.live_bytes = 0
         self.born_bytes = 0
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # as of the last `take_high`
+        self._high_bytes = 0
         self.sites: dict[Site, None] = {}  # with something alive
         self.backwards: dict[tuple[str, int], tuple[bool, bool]] = {}  # place of the call: (retain_graph, create_graph)
         self.is_on = False
@@ -95,6 +99,7 @@ class Ledger(TorchDispatchMode):
         self._on_mark = on_mark
         self._births: dict[int, Birth] = {}
         self._sites: dict[tuple[CodeType, int, str, bool], Site] = {}
+        self._is_view: dict[Any, bool] = {}  # by operation
         self._modules: list[str] = []
         self._backward = -1
         self._place: tuple[CodeType, int] | None = None  # of the last operation
@@ -118,6 +123,13 @@ class Ledger(TorchDispatchMode):
             self.__exit__(None, None, None)
             while self._undo:
                 self._undo.pop()()
+
+    def take_high(self) -> int:
+        """The most bytes alive since the last call."""
+        high = max(self._high_bytes, self.live_bytes)
+        self._high_bytes = self.live_bytes
+        self.peak_bytes = max(self.peak_bytes, high)
+        return high
 
     def birth_of(self, tensor: torch.Tensor) -> Birth | None:
         """The birth of the tensor's storage, if it is on the books."""
@@ -145,37 +157,34 @@ class Ledger(TorchDispatchMode):
             self._modules.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.is_on:
-            return func(*args, **(kwargs or {}))
+        is_view = self._is_view.get(func)
+        if is_view is None:
+            is_view = self._is_view[func] = only_views(func)
+        if is_view or not self.is_on:
+            return func(*args, **kwargs) if kwargs else func(*args)
         backward = backward_number()
         # No loop of the program goes around while it waits for a backward pass (perhaps in a device's thread) or an optimizer.
         if self.is_in_optimizer or (backward != -1 and backward == self._backward) or threading.get_ident() != self._thread:
-            self._record(args, result := func(*args, **(kwargs or {})), self._place, backward)
-            return result
-        caller = sys._getframe(1)
-        while caller.f_code.co_name in _WRAPPERS and caller.f_back is not None:  # PyTorch's, around every mode's function
-            caller = caller.f_back
-        place = self.finder.look(caller, func)
-        self._place = place
+            place = self._place
+        else:
+            caller = sys._getframe(1)
+            while caller.f_code.co_name in _WRAPPERS and caller.f_back is not None:  # PyTorch's, around every mode's function
+                caller = caller.f_back
+            self._place = place = self.finder.find_place(caller) if self._modules else self.finder.look(caller, func)
         if backward != self._backward:
             self._begin_backward(backward)
-        result = func(*args, **(kwargs or {}))
-        self._record(args, result, place, backward)
-        return result
-
-    def _record(self, args: Any, result: Any, place: tuple[CodeType, int] | None, backward: int) -> None:
-        if backward != self._backward:
-            self._begin_backward(backward)
-        births = self._births
+        result = func(*args, **kwargs) if kwargs else func(*args)
         for tensor in (result,) if isinstance(result, torch.Tensor) else tensors_in(result):
-            if not has_storage(tensor):
+            if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
-            birth = births.get(storage._cdata)
+            birth = self._births.get(storage._cdata)
             if birth is None:
-                self._file(storage, place, backward != -1, args)
-            elif place is not None and args and tensor is args[0]:  # in place
+                if type(tensor) is torch.Tensor:  # a parameter comes back from what writes it, and is older than the watch
+                    self._file(storage, place, backward != -1, args)
+            elif args and tensor is args[0] and place is not None:  # in place
                 birth.written = self._site(place, storage.device.type, backward != -1)
+        return result
 
     def _file(self, storage: torch.UntypedStorage, place: tuple[CodeType, int] | None, in_backward: bool, args: Any) -> None:
         nbytes = storage.nbytes()
@@ -198,7 +207,8 @@ class Ledger(TorchDispatchMode):
         self.sites[site] = None
         self.born_bytes += nbytes
         self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self._high_bytes:
+            self._high_bytes = self.live_bytes
 
     def _site(self, place: tuple[CodeType, int], device: str, in_backward: bool) -> Site:
         key = (*place, device, in_backward)

@@ -61,6 +61,7 @@ class Loop:
     """
 
     __slots__ = (
+        "__weakref__",
         "_last",
         "code",
         "data",
@@ -198,6 +199,16 @@ class LoopFinder:
         found.reverse()
         self._compare(found, key)
         return place
+
+    def find_place(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
+        """As `look`, where no loop can have gone around: inside a module's call. The first of the program's frames is enough."""
+        self.num_looks += 1
+        while frame is not None:
+            code = frame.f_code
+            if not (self._codes.get(code) or self._know(code)).is_outside:
+                return code, frame.f_lasti
+            frame = frame.f_back
+        return None
 
     @staticmethod
     def is_ours(code: CodeType) -> bool:

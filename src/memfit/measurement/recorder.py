@@ -29,7 +29,7 @@ from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, num_holders, pop_dispatch_mode, top_dispatch_mode, transform_level
 from memfit.measurement.backends import Backend
 from memfit.measurement.collecting import CollectionWatch, EmptyingWatch
-from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed
+from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed, packing_bytes
 from memfit.measurement.held import PEAK, START, Held, HolderWatch
 
 _LOSSES = frozenset(
@@ -148,8 +148,8 @@ class Recorder(TorchDispatchMode):
                     watched.persistent = kind != "gradient"
         self._parameter_shapes = [(tuple(p.shape), str(p.dtype)) for p in self._known.get("parameter", ())]
         self._known = {}  # or it would keep last step's gradients alive
-        for tensor in _tensors_alive():
-            self._file_known(tensor, "input")
+        for tensor in _tensors_alive():  # parameters that no optimizer has: frozen ones
+            self._file_known(tensor, "parameter" if isinstance(tensor, torch.nn.Parameter) else "input")
         take_off_stopped()
         if self.holders is not None and self.holders.peak_operation:
             self._look(START)
@@ -440,7 +440,7 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return known
         if "convolution" not in str(func):
-            return bytes_needed(func, args, kwargs)
+            return bytes_needed(func, args, kwargs) + packing_bytes(func, args)
         if key not in self._estimates:
             make_room = self.make_room or (lambda num_bytes: None)
             self._estimates[key] = convolution_bytes_needed(func, args, kwargs, self.backend.probe, make_room)

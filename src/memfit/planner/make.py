@@ -9,6 +9,7 @@ from memfit.core.breakdown import bytes_by
 from memfit.core.errors import BudgetError, PlanError
 from memfit.core.inplace import edit, propose
 from memfit.core.plan import Plan
+from memfit.core.precision import suggest
 from memfit.core.replay import Replay, Replayer
 from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.trace import Trace
@@ -103,6 +104,7 @@ def plan(
         signature=str(trace.meta.get("signature", "")),
         notes=(*_notes(edited, problem, result, way.frontier), *([note] if note else [])),
         untouched=find_untouched(trace, moves),
+        precision=str(trace.meta.get("precision", "")),
     )
 
 
@@ -191,5 +193,6 @@ def _too_small(trace: Trace, frontier: Frontier, budget_bytes: int, margin_bytes
         message += "There recomputing saves nothing; an optimizer built with foreach=False has smaller temporaries. "
     else:
         message += "A smaller batch or shorter sequences make activations, inputs and temporaries smaller. "
+    lower = "" if trace.meta.get("precision") else suggest(kinds, needed_bytes, budget_bytes)
     message += f"Or try a budget of {needed_bytes} bytes."
-    return BudgetError(message, needed_bytes=needed_bytes)
+    return BudgetError(f"{message} {lower}".rstrip(), needed_bytes=needed_bytes, may_lower=bool(lower))

@@ -1,7 +1,7 @@
 """Data -> terminal. Every report is a function from a Result, a Plan or a Trace to a rich renderable; no torch."""
 
 from memfit.report.console import draw_text, open_console, write_report
-from memfit.report.growth import draw_growth
+from memfit.report.growth import draw_growth, draw_proof
 from memfit.report.inplace import draw_in_place, draw_sites
 from memfit.report.plan import draw_plan
 from memfit.report.progress import follow_progress
@@ -13,6 +13,7 @@ __all__ = [
     "draw_growth",
     "draw_in_place",
     "draw_plan",
+    "draw_proof",
     "draw_result",
     "draw_sites",
     "draw_text",

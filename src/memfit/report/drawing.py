@@ -16,11 +16,13 @@ from rich.style import Style
 from rich.table import Column, Table
 from rich.text import Text
 
+from memfit.core.finding import Finding
 from memfit.core.plan import Move
 from memfit.core.sizes import format_size
 
 GOOD, BAD, QUIET, HEAD = "green", "bold red", "dim", "bold"
 
+_NUM_PARTS = 3  # of a file's path that are shown; files have the whole path
 MAX_MOVES = 24  # rows of moves on a terminal; files get all of them
 
 
@@ -75,6 +77,18 @@ def draw_facts(facts: Iterable[tuple[str, str | Text]]) -> Table:
     for label, fact in facts:
         table.add_row(Text(label), fact if isinstance(fact, Text) else Text(fact))
     return table
+
+
+def draw_finding(finding: Finding) -> tuple[str, str]:
+    """A measured finding as a fact: its bytes, and place, message and remedy in a sentence."""
+    place = f"{shorten_path(finding.path)}:{finding.line}"
+    size = format_size(finding.num_bytes) if finding.num_bytes else ""
+    return size, f"{place} {finding.code} {finding.message}. {finding.remedy}"
+
+
+def shorten_path(path: str) -> str:
+    """'/home/me/project/nets/bert.py' -> 'project/nets/bert.py'."""
+    return "/".join(path.replace("\\", "/").split("/")[-_NUM_PARTS:])
 
 
 def draw_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text | Bar]], *, wide: int = 0) -> Padding:

@@ -73,6 +73,6 @@ def _facts(plan: Plan) -> list[tuple[str, str | Text]]:
         bound = format_seconds(plan.lower_bound_seconds)
         facts.append(("Cost", f"{cost}; no plan of this kind costs less than {bound}"))
     facts += [("Note" if index == 0 else "", note) for index, note in enumerate(plan.notes)]
-    made = ", ".join(part for part in (plan.solver and f"solver {plan.solver}", plan.device) if part)
+    made = ", ".join(part for part in (plan.solver and f"solver {plan.solver}", plan.device, plan.precision) if part)
     facts.append(("Made by", made))
     return facts

@@ -31,6 +31,7 @@ from memfit.report.drawing import (
     QUIET,
     Bar,
     draw_facts,
+    draw_finding,
     draw_heading,
     draw_moves,
     draw_table,
@@ -62,6 +63,8 @@ def draw_result(result: Result, *, max_moves: int | None = MAX_MOVES) -> Rendera
     if result.moves:
         heading = f"{format_count(len(result.moves), 'move')}, in forward order"
         parts += [Text(), draw_heading(heading), draw_moves(result.moves, reasons=False, max_moves=max_moves)]
+    if result.findings:
+        parts += [Text(), draw_heading("Seen in the measured steps"), draw_facts(map(draw_finding, result.findings))]
     return Group(*parts)
 
 

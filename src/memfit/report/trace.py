@@ -16,15 +16,16 @@ from memfit.report.drawing import (
     HEAD,
     Bar,
     draw_facts,
+    draw_finding,
     draw_heading,
     draw_table,
     format_count,
     format_percent,
     format_seconds,
+    shorten_path,
 )
 
 MAX_ROWS = 8  # of modules, lines and tensors
-_NUM_PARTS = 3  # of a file's path that are shown; the trace file has the whole path
 
 
 def draw_trace(trace: Trace, *, max_rows: int = MAX_ROWS) -> RenderableType:
@@ -47,15 +48,8 @@ def draw_trace(trace: Trace, *, max_rows: int = MAX_ROWS) -> RenderableType:
 
 def draw_dead(findings: Sequence[Finding], peak_bytes: int, without_bytes: int) -> RenderableType:
     """What is held at the peak for nothing, a finding each, and the peak of the step without all of it."""
-    facts = [
-        (
-            format_size(finding.num_bytes or 0),
-            f"{_shorten(f'{finding.path}:{finding.line}')} {finding.message}. {finding.remedy}",
-        )
-        for finding in findings
-    ]
     heading = f"Dead, yet held at the peak: without it {format_size(without_bytes)} instead of {format_size(peak_bytes)}"
-    return Group(draw_heading(heading), draw_facts(facts))
+    return Group(draw_heading(heading), draw_facts(map(draw_finding, findings)))
 
 
 def _headline(trace: Trace, step: Replay) -> Text:
@@ -71,11 +65,24 @@ def _facts(trace: Trace, step: Replay) -> list[tuple[str, str | Text]]:
     saved_bytes = sum(trace.storages[index].nbytes for index in saved if not trace.storages[index].persistent)
     facts.append(("Persistent", f"{format_size(persistent)} live for the whole step and longer"))
     facts.append(("Saved", f"{format_size(saved_bytes)} saved for backward, in {format_count(len(saved), 'storage')}"))
+    facts += _about_first_step(trace)
     measured = f"{format_seconds(trace.step_seconds)} a step" if trace.step_seconds else "time not known"
     facts.append(("Step", f"{measured}; {format_count(len(trace.calls), 'call')}; {trace.device}"))
     if source := trace.meta.get("peak_source"):
         facts.append(("Read from", str(source)))
+    if note := trace.meta.get("note"):
+        facts.append(("Note", str(note)))
     return facts
+
+
+def _about_first_step(trace: Trace) -> list[tuple[str, str | Text]]:
+    """What a measurement of the first step alone would miss."""
+    state = sum(storage.nbytes for storage in trace.storages if storage.kind == "optimizer state" and storage.persistent)
+    first_bytes = trace.meta.get("first_peak_bytes")
+    if not state or first_bytes is None:
+        return []
+    text = f"peaked at {format_size(int(first_bytes))}; {format_size(state)} of optimizer state came at its end and stay"
+    return [("First step", text)]
 
 
 def _where(trace: Trace, step: Replay) -> str:
@@ -91,7 +98,7 @@ def _where(trace: Trace, step: Replay) -> str:
         call = trace.calls[running[-1]]
         text += f", inside {call.function}"
         text += f" of {call.module}" if call.module else ""
-        text += f", {_shorten(call.location)}" if call.location else ""
+        text += f", {shorten_path(call.location)}" if call.location else ""
     if step.workspace_bytes:
         text += f"; {format_size(step.workspace_bytes)} of it inside one operation"
     return text
@@ -105,14 +112,9 @@ def _by_kind(trace: Trace, step: Replay) -> dict[str, int]:
 def _by_line(trace: Trace, step: Replay) -> dict[str, int]:
     sums: dict[str, int] = {}
     for location, num_bytes in bytes_by(trace, step, "location").items():
-        short = _shorten(location)
+        short = shorten_path(location)
         sums[short] = sums.get(short, 0) + num_bytes
     return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _shorten(location: str) -> str:
-    """'/home/me/project/nets/bert.py:12' -> 'project/nets/bert.py:12'."""
-    return "/".join(location.replace("\\", "/").split("/")[-_NUM_PARTS:])
 
 
 def _sums(column: str, sums: Mapping[str, int], whole: int, limit: int | None, nameless: str) -> RenderableType:
@@ -131,6 +133,6 @@ def _tensors(trace: Trace, holders: Iterable[int], limit: int) -> RenderableType
     storages = sorted((trace.storages[index] for index in holders), key=lambda storage: -storage.nbytes)
     rows = []
     for storage in storages[:limit]:
-        place = ", ".join(part for part in (storage.module, _shorten(storage.location)) if part)
+        place = ", ".join(part for part in (storage.module, shorten_path(storage.location)) if part)
         rows.append((storage.kind, place or "(not known)", format_size(storage.nbytes)))
     return draw_table(("<kind", "where it was made", "bytes"), rows, wide=1)

@@ -43,7 +43,7 @@ class CacheWatch:
     """Runs module calls, and looks at each module's first one that could fill the cache for nothing."""
 
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
+        self._found: dict[tuple[str, int], tuple[list[str], int]] = {}  # file and line -> modules called there, bytes cast
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._is_counting = False
 
@@ -60,7 +60,14 @@ class CacheWatch:
         finally:
             self._is_counting = False
             if casts.num_bytes:
-                self.findings.append(_finding(module, casts.num_bytes))
+                place = _user_place()
+                names, num_bytes = self._found.get(place, ([], 0))
+                self._found[place] = ([*names, type(module).__name__], num_bytes + casts.num_bytes)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """One for each line that called modules so."""
+        return [_finding(*place, names, num_bytes) for place, (names, num_bytes) in self._found.items()]
 
 
 def _is_autocast_on(module: torch.nn.Module) -> bool:
@@ -68,17 +75,27 @@ def _is_autocast_on(module: torch.nn.Module) -> bool:
     return first is not None and torch.is_autocast_enabled(first.device.type)
 
 
-def _finding(module: torch.nn.Module, num_bytes: int) -> Finding:
+def _user_place() -> tuple[str, int]:
+    """File and line of the program's own call that runs now."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and any(part in frame.f_code.co_filename for part in _SKIPPED):
         frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+
+
+def _finding(path: str, line: int, names: list[str], num_bytes: int) -> Finding:
+    kinds = ", ".join(dict.fromkeys(names))
+    calls = (
+        f"A forward pass of {kinds} without gradients leaves"
+        if len(names) == 1
+        else f"{len(names)} forward passes ({kinds}) without gradients leave"
+    )
     return Finding(
-        path=frame.f_code.co_filename if frame is not None else "",
-        line=frame.f_lineno if frame is not None else 0,
+        path=path,
+        line=line,
         column=1,
         code=CODE,
-        message=f"A forward pass of {type(module).__name__} without gradients leaves {format_size(num_bytes)} of cast weights in autocast's cache until the "
-        "region ends, for no backward.",
+        message=f"{calls} {format_size(num_bytes)} of cast weights in autocast's cache until the region ends, for no backward.",
         remedy="Give the evaluation a region of its own with cache_enabled=False.",
         num_bytes=num_bytes,
         measured=True,

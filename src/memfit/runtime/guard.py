@@ -12,8 +12,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 from memfit.core.errors import BudgetError
+from memfit.core.precision import suggest
 from memfit.core.sizes import format_size
 from memfit.engine.cell import Call, Cell, Handle
+from memfit.engine.filing import unpin_all
 from memfit.engine.packing import workspace_bytes
 from memfit.engine.tape import Tape
 from memfit.measurement.recorder import Recorder
@@ -45,9 +47,13 @@ class _Segment:
 class Guard:
     """Watches the tape through the recorder it wraps; an engine Observer itself."""
 
-    def __init__(self, tape: Tape, recorder: Recorder, budget_bytes: int, fixed_bytes: int) -> None:
-        """fixed_bytes: what the step holds whatever is evicted (parameters, gradients, optimizer state)."""
+    def __init__(self, tape: Tape, recorder: Recorder, budget_bytes: int, fixed_bytes: int, *, may_lower: bool) -> None:
+        """fixed_bytes: what the step holds whatever is evicted (parameters, gradients, optimizer state).
+
+        may_lower: whether lower precision, not in force yet, may be advised where the budget is too small.
+        """
         self.num_evictions = 0
+        self._may_lower = may_lower
         self._tape = tape
         self._recorder = recorder
         self._budget_bytes = budget_bytes
@@ -140,6 +146,12 @@ class Guard:
     def on_drop(self, handle: Handle) -> None:
         self._recorder.on_drop(handle)
         self._saved_in.pop(id(handle), None)
+
+    def before_optimizer(self) -> None:
+        """It is about to overwrite parameters. Where no graph is alive nothing can be evicted any more, and what was held for that goes; else
+        the tape would keep copies of them."""
+        if not self._saved_in:
+            unpin_all(self._tape)
 
     # ---- segments ----------------------------------------------------------------------------------------------------
 
@@ -296,11 +308,16 @@ class Guard:
     def _error(self, nbytes: int) -> BudgetError:
         live = self._recorder.live_bytes
         needed = live + nbytes
-        by_kind = ", ".join(f"{kind} {format_size(size)}" for kind, size in self._recorder.live_bytes_by_kind())
-        return BudgetError(
+        live_by_kind = dict(self._recorder.live_bytes_by_kind())
+        by_kind = ", ".join(f"{kind} {format_size(size)}" for kind, size in live_by_kind.items())
+        lower = ""
+        if self._may_lower:
+            wanted = {**live_by_kind, "temporary": live_by_kind.get("temporary", 0) + nbytes}
+            lower = suggest(wanted, needed, self._budget_bytes)
+        message = (
             f"{format_size(self._budget_bytes)} is too small for this step: in the {self._recorder.phase} phase, with everything "
             f"evicted that can be recomputed, {format_size(live)} are alive and the next operation allocates "
             f"{format_size(nbytes)}. Alive: {by_kind}. No parameter was changed in this step. Use a budget of at least "
-            f"{format_size(needed)}, a smaller batch, or `memfit trace` and `memfit plan` to see the smallest feasible one.",
-            needed_bytes=needed,
+            f"{format_size(needed)}, a smaller batch, or `memfit trace` and `memfit plan` to see the smallest feasible one. {lower}"
         )
+        return BudgetError(message.rstrip(), needed_bytes=needed, may_lower=bool(lower))

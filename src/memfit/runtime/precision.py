@@ -28,10 +28,9 @@ from memfit.techniques.precision.forward import Forwards
 from memfit.techniques.precision.inspection import Inspection
 from memfit.techniques.precision.leaves import check_connected, leaves_of
 from memfit.techniques.precision.scaling import Scaling
-from memfit.techniques.precision.weights import check_optimizer, name_halves
+from memfit.techniques.precision.weights import check_optimizer, check_weights, name_halves
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_MAX_OVERFLOWS = 24  # in a row; GradScaler's first scale of 65536 is at 2^-8 by then
 _CHECKED_STEPS = 3  # of each optimizer: is it connected to what the model reads?
 
 _active: list[Precision] = []
@@ -40,11 +39,20 @@ _active: list[Precision] = []
 class Precision:
     """A context manager. One at a time, of the thread that enters it.
 
-    on_held_back: called when an optimizer's step was left out because gradients overflowed.
+    on_held_back: called when an optimizer's step was left out because gradients overflowed. model, optimizer: what is trained, where it is known
+    beforehand; what the level cannot take is then refused on entering, and not in the first step.
     """
 
-    def __init__(self, choice: Choice, on_held_back: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        choice: Choice,
+        on_held_back: Callable[[], None] | None = None,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
         self.choice = choice
+        self._given = (model, optimizer)
         self._on_held_back = on_held_back or (lambda: None)
         half = _HALVES[choice.half] if choice.half is not None else None
         self._forwards = Forwards(choice.level, half)
@@ -68,8 +76,13 @@ class Precision:
         if _active:
             raise PrecisionError("A precision is in force in this process already. Leave its `with` block before the second.")
         self._thread = threading.get_ident()
+        (model, optimizer), self._given = self._given, (None, None)
         if self.choice.level.does_nothing:
             return self
+        if model is not None:
+            check_weights(model, self.choice.level)
+        if optimizer is not None:
+            check_optimizer(optimizer, self.choice.level)
         _active.append(self)
         self._stepping.enter()
         self._undo = [
@@ -83,6 +96,7 @@ class Precision:
 
     def __exit__(self, *_: object) -> None:
         self._forwards.forget()
+        self._leaves.clear()  # this object may outlive the model: a session is asked for its result later
         while self._undo:
             self._undo.pop()()
         self._stepping.exit()
@@ -116,11 +130,11 @@ class Precision:
         level = self.choice.level
         if self._aside:
             told = [f"{found.path}:{found.line}: {found.code} {found.message} {found.remedy}" for found in self.findings]
-            return [f"--precision {level.name} was not applied: the script {self._aside}, so it is left alone.", *told]
+            return [f"precision {level.name} was not applied: the program {self._aside}, so it is left alone.", *told]
         if level.does_nothing:
-            return [f"precision {level.name}: {level.title}, as the script is written; nothing was changed."]
+            return [f"precision {level.name}: {level.title}, as the program is written; nothing was changed."]
         if not self._device_type:
-            return [f"--precision {level.name} had nothing to act on: no torch.nn.Module was called in training."]
+            return [f"precision {level.name} had nothing to act on: no torch.nn.Module was called in training."]
         text = f"precision {level.name} ({level.title}) in {self._half_name}; results differ from float32's."
         if self._scaling is not None:
             text += (
@@ -242,7 +256,7 @@ class Precision:
         if in_backward():
             raise PrecisionError(
                 f"The {type(optimizer).__name__} steps inside the backward pass, where float16 gradients are still multiplied by the loss scale. "
-                "Use bfloat16 (--half bf16), which needs no scale, or step after backward."
+                "Use bfloat16 (--half bf16, half='bf16'), which needs no scale, or step after backward."
             )
         closure, args, kwargs = _take_closure(args, kwargs)
         result = self._run_closure(optimizer, closure) if closure is not None else None
@@ -259,7 +273,7 @@ class Precision:
         if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
             raise PrecisionError(
                 f"{type(optimizer).__name__} runs forward and backward inside its step, and a step that has begun cannot be held back when float16 "
-                "gradients overflow. Use bfloat16 (--half bf16), which needs no loss scale, or another optimizer."
+                "gradients overflow. Use bfloat16 (--half bf16, half='bf16'), which needs no loss scale, or another optimizer."
             )
         with torch.enable_grad():
             return closure()
@@ -269,10 +283,7 @@ class Precision:
         self._stepping.hold_back(optimizer)
         self._has_stepped = True
         self._on_held_back()
-        num_overflows = self._scaling.num_in_a_row + 1
-        if self._inspection.is_armed:
-            raise self._inspection.error(num_overflows, self._scaling.scale)
-        self._inspection.is_armed = num_overflows >= _MAX_OVERFLOWS
+        self._inspection.note_overflow(self._scaling.num_in_a_row + 1, self._scaling.scale)
 
     def _check(self, optimizer: Optimizer) -> None:
         self._inspection.is_armed = False

@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
@@ -27,11 +27,13 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.core.dead import freed_bytes
-from memfit.core.errors import MemfitError, TraceError
+from memfit.core.errors import BudgetError, MemfitError, TraceError
+from memfit.core.precision import Choice
+from memfit.core.replay import replay
 from memfit.core.result import Result
 from memfit.core.trace import Trace
 from memfit.measurement.held import HolderWatch
-from memfit.runtime.loading import releasing_imports
+from memfit.runtime.loading import releasing_imports, standing_in
 from memfit.runtime.session import OnProgress, Session
 from memfit.techniques import release as technique
 
@@ -51,8 +53,13 @@ class ScriptRun:
     exit_code: int
     error: BaseException | None
 
+    @property
+    def may_lower(self) -> bool:
+        """Whether the budget was refused before the first step ended, and lower precision might meet it."""
+        return isinstance(self.error, BudgetError) and self.error.may_lower and self.result.num_steps == 0
 
-def run_script(path: str, args: list[str], session: Session, allow: str, *, release: bool = True) -> ScriptRun:
+
+def run_script(path: str, args: list[str], session: Session, *, release: bool = True) -> ScriptRun:
     """Run the script inside the session, which must not have been entered yet; its result is completed with how the script ended.
 
     release: whether dead names of the script and of its own modules are let go (techniques.release).
@@ -80,7 +87,7 @@ def run_script(path: str, args: list[str], session: Session, allow: str, *, rele
     if release and (reason := technique.releases.stopped_by):
         session.messages.append(f"no variable is let go, since the program may read some without naming them ({reason}).")
     exit_code = exit_code_of(error)
-    result = replace(session.result(), program=path, exit_code=exit_code, allow=allow, let_go=_let_go(session))
+    result = replace(session.result(), program=path, exit_code=exit_code, let_go=_let_go(session))
     return ScriptRun(result, exit_code, error)
 
 
@@ -103,12 +110,45 @@ class TraceRun:
     error: what ended the script before its second step; None where nothing did.
     """
 
+    path: str
     trace: Trace | None
     num_steps: int
     error: BaseException | None
 
+    def whole(self) -> Trace:
+        """The trace of a whole step. Raises TraceError if the script never trains, and whatever ended it before its second step."""
+        if self.error is not None:
+            raise self.error
+        if self.trace is None or not self.num_steps:
+            raise TraceError(
+                f"{self.path} ended without a training step, so there is nothing to trace. A step ends when an optimizer of "
+                "torch.optim (or one made from its Optimizer) steps in the script's own process. Give the arguments with which it "
+                "trains."
+            )
+        if self.num_steps > 1:
+            return self.trace
+        return self._with_note(f"The script made a single training step, so this is the first one: {_FIRST}")
 
-def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None) -> TraceRun:
+    def so_far(self) -> Trace | None:
+        """What there is of a script that ended before its second step: its first step, else what ran. None where nothing ran."""
+        if self.trace is None or not self.trace.calls:
+            return None
+        if self.error is None:
+            return self.whole()
+        words = f"{type(self.error).__name__}: {self.error}".rstrip(": ")
+        if self.num_steps:
+            return self._with_note(f"The script ended in its second step ({words}). This is the first one: {_FIRST}")
+        return self._with_note(f"The script ended before its first step did ({words}). This is what ran until then.")
+
+    def _with_note(self, note: str) -> Trace:
+        assert self.trace is not None
+        return replace(self.trace, meta={**self.trace.meta, "note": note})
+
+
+_FIRST = "the optimizer's state arrives in it, and later steps would hold more from their start."
+
+
+def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None, precision: Choice | None = None) -> TraceRun:
     """Run the script until its second training step has ended; it is stopped there, and its `finally` blocks run."""
     is_done = False
 
@@ -122,7 +162,7 @@ def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None)
         if is_done:
             raise _Enough
 
-    session = Session(None, None, on_progress=on_progress, on_trace=stop)
+    session = Session(None, None, precision=precision, on_progress=on_progress, on_trace=stop)
     session.holders = HolderWatch()
     hook = register_optimizer_step_pre_hook(stop_again)
     stop_noting = technique.releases.start(technique.NOTE)
@@ -142,30 +182,11 @@ def trace_run(path: str, args: list[str], on_progress: OnProgress | None = None)
         hook.remove()
     trace = session.traces[min(len(session.traces), 2) - 1] if session.traces else unfinished
     if trace is not None:
-        trace = replace(trace, meta={**trace.meta, "program": path, "step": len(session.traces)})
-    return TraceRun(trace, len(session.traces), error)
-
-
-def trace_script(path: str, args: list[str], on_progress: OnProgress | None = None) -> Trace:
-    """The Trace of the script's second training step; the script is stopped there (its `finally` blocks run).
-
-    Raises TraceError if it never trains, and whatever ends the script before its second step.
-    """
-    run = trace_run(path, args, on_progress)
-    if run.error is not None:
-        raise run.error
-    if run.trace is None or not run.num_steps:
-        raise TraceError(
-            f"{path} ended without a training step, so there is nothing to trace. A step ends when an optimizer of torch.optim "
-            "(or one made from its Optimizer) steps in the script's own process. Give the arguments with which it trains."
-        )
-    if run.num_steps > 1:
-        return run.trace
-    note = (
-        "The script made a single training step, so this is the first one: the optimizer's state arrives in it, and "
-        "later steps would hold more from their start."
-    )
-    return replace(run.trace, meta={**run.trace.meta, "note": note})
+        more = {"program": path, "step": len(session.traces)}
+        if len(session.traces) > 1:
+            more["first_peak_bytes"] = replay(session.traces[0]).peak_bytes
+        trace = replace(trace, meta={**trace.meta, **more})
+    return TraceRun(path, trace, len(session.traces), error)
 
 
 class _Enough(BaseException):
@@ -185,13 +206,20 @@ def exit_code_of(error: BaseException | None) -> int:
     return 2 if isinstance(error, MemfitError) else 1
 
 
-def execute(path: str, args: list[str], at_end: Callable[[], None] | None = None) -> None:
+def execute(
+    path: str, args: list[str], at_end: Callable[[], None] | None = None, texts: Mapping[str, str] | None = None
+) -> None:
     """Run the file as `__main__`, with its releases if such have been started. Raises what it raises, SyntaxError and SystemExit too.
 
     at_end: called when its last line has run, or while what ended it is on its way out: its names are all still there.
+    texts: by absolute path, what is run in place of a file's own text: the script's, or that of a module it imports.
     """
     file = os.path.abspath(path)  # as Python has it since 3.9; symbolic links are not followed here, but in sys.path[0]
-    code = technique.load_code(Path(file).read_bytes(), file, is_main=True)
+    texts = texts or {}
+    if file in texts:
+        code = compile(texts[file], file, "exec", dont_inherit=True)
+    else:
+        code = technique.load_code(Path(file).read_bytes(), file, is_main=True)
     main = ModuleType("__main__")
     main.__dict__.update(
         __file__=file,
@@ -201,7 +229,7 @@ def execute(path: str, args: list[str], at_end: Callable[[], None] | None = None
         __spec__=None,
         __cached__=None,
     )
-    own_modules: AbstractContextManager[None] = contextlib.nullcontext()
+    own_modules: AbstractContextManager[None] = standing_in(texts) if texts else contextlib.nullcontext()
     if technique.releases.mode != technique.KEEP:
         main.__dict__.update(technique.NAMES)
         own_modules = releasing_imports(os.path.dirname(file))

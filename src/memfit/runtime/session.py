@@ -11,15 +11,13 @@ A step ends when the optimizer that ended the first one has stepped again, so se
 from __future__ import annotations
 
 import copy
-import gc
-import hashlib
 import os
 import platform
 import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -29,8 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memfit.core import result as core
 from memfit.core.breakdown import bytes_by
-from memfit.core.errors import BudgetError, MemfitError, PlanError, UnsupportedError
+from memfit.core.copies import find_copies
+from memfit.core.errors import BudgetError, MemfitError, UnsupportedError
 from memfit.core.plan import Plan
+from memfit.core.precision import Choice
 from memfit.core.replay import replay
 from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.steady import FREED, GRADIENTS, steady
@@ -44,7 +44,9 @@ from memfit.measurement.recorder import Recorder, take_off_stopped
 from memfit.measurement.simulated import OPTIMIZER_STEP
 from memfit.runtime.emptying import Emptying, plan_emptying
 from memfit.runtime.guard import Guard
+from memfit.runtime.holdings import Holdings, check_parallel, check_signature, device_of, signature_of
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
+from memfit.runtime.precision import Precision
 from memfit.runtime.watch import SizeWatch
 from memfit.techniques import inplace, recompute
 from memfit.techniques.release import releases
@@ -55,9 +57,6 @@ _MAX_RESTARTS_TOLD = (
     5  # a program that makes an optimizer every few steps is measured all the time; one need not say so each time
 )
 _active: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions between enter and exit; at most one
-
-_STATE_SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1}
-
 
 _MEASURED_STEPS = 3  # at most, of one program: the plan, the plan in force, and the plan made of that
 
@@ -74,6 +73,7 @@ class Session:
 
     budget_bytes: bytes the whole step may take; None measures only. planner: makes the plans. plan: one made before, to start with.
     verify: 'off', 'always', or in how many planned steps restored tensors are compared with what was evicted.
+    precision: the opt level to train in; None leaves the program's own.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Session:
         device: torch.device | None = None,
         plan: Plan | None = None,
         verify: str = "3",
+        precision: Choice | None = None,
         on_progress: OnProgress | None = None,
         on_trace: Callable[[Trace, int], None] | None = None,
         draw: Callable[[core.Result], str] | None = None,
@@ -100,9 +101,13 @@ class Session:
         self._planner = planner
         self._model = model
         self._optimizers = Optimizers(optimizer, self._on_new_optimizer)
-        self._device = device or _device_of(model, optimizer)
+        self._holdings = Holdings(model, self._optimizers)
+        self._device = device or device_of(model, optimizer)
         self._backend: Backend = backend_for(self._device)
         self._verify = verify
+        self._precision = (
+            Precision(precision, self.leave_out_step, model=model, optimizer=optimizer) if precision is not None else None
+        )
         self._on_progress = on_progress or (lambda stage, done, total: None)
         self._on_trace = on_trace
         self._tape = Tape()
@@ -152,8 +157,10 @@ class Session:
                 "memfit is at work in this process already: one session holds the whole process to its budget. Leave the first "
                 "`with` block before the second, and start a script that uses memfit.fit with plain python, not with `memfit run`."
             )
-        _refuse(self._model)
-        self._check_fixed_bytes()
+        check_parallel(self._model)
+        self._holdings.check_fixed_bytes(self._budget_bytes)
+        if self._precision is not None:
+            self._precision.__enter__()
         self._undo = [
             register_optimizer_step_pre_hook(self._before_optimizer).remove,
             register_optimizer_step_post_hook(self._after_optimizer).remove,
@@ -193,6 +200,8 @@ class Session:
         while self._undo:
             self._undo.pop()()
         self._uninstall()
+        if self._precision is not None:
+            self._precision.__exit__()
 
     def _install(self) -> None:
         self._tape.enter()
@@ -211,7 +220,7 @@ class Session:
             return
         if isinstance(module, torch.nn.DataParallel):
             with self._refusing():
-                _refuse(module)
+                check_parallel(module)
         if not self._is_training and torch.is_grad_enabled():
             self._begin_training()
 
@@ -231,7 +240,7 @@ class Session:
             return
         with self._refusing():
             self._set_device(optimizer)
-            self._check_fixed_bytes(optimizer)
+            self._holdings.check_fixed_bytes(self._budget_bytes, optimizer)
             if self._num_steps:
                 self._restart("a new optimizer was made")
             else:
@@ -251,9 +260,12 @@ class Session:
             if optimizer not in self._optimizers.stepped:
                 self._optimizers.add(optimizer)
                 self._set_device(optimizer)
-                self._check_fixed_bytes(optimizer)
-            self._check_signature(optimizer)
+                self._holdings.check_fixed_bytes(self._budget_bytes, optimizer)
+            wanted, self._given_signature = self._given_signature, ""
+            check_signature(wanted, optimizer)
             self._check_before_first_update()
+        if self._guard is not None:
+            self._guard.before_optimizer()
         if self._recorder is not None:
             self._recorder.set_phase("optimizer step")
         self._tape.before_optimizer(optimizer, args, kwargs)
@@ -362,17 +374,18 @@ class Session:
         self._on_progress(f"measuring step {self._num_steps + 1}", self._num_steps, None)
         tape = self._tape
         known = {
-            "parameter": list(self._parameters()),
-            "buffer": list(self._buffers()),
-            "optimizer state": list(self._state()),
-            "gradient": [p.grad for p in self._parameters() if p.grad is not None],
+            "parameter": list(self._holdings.parameters()),
+            "buffer": list(self._holdings.buffers()),
+            "optimizer state": list(self._holdings.state()),
+            "gradient": self._holdings.gradients(),
         }
         recorder = Recorder(self._backend, lambda: tape.is_restoring, known)
         recorder.holders = self.holders
         tape.record_all = True
         self._watch.is_learning = self.plan is None or self._is_given  # a plan from a file does not say for which inputs
         if self._budget_bytes is not None and self.plan is None and self._is_training:
-            self._guard = Guard(tape, recorder, self._budget_bytes, self._fixed_bytes())
+            fixed_bytes = self._holdings.fixed_bytes()
+            self._guard = Guard(tape, recorder, self._budget_bytes, fixed_bytes, may_lower=self._precision is None)
             tape.pin_sources = True
             tape.verify = self._verify != "off"
             tape.observer = self._guard
@@ -405,12 +418,16 @@ class Session:
         """What was measured since the last step ended, as a trace; None where nothing is being measured."""
         return self._trace_so_far() if self._recorder is not None else None
 
+    @property
+    def _label(self) -> str:
+        return self._precision.label if self._precision is not None else ""
+
     def _trace_so_far(self) -> Trace:
         assert self._recorder is not None
         return self._recorder.trace_so_far(
-            {"step": self._num_steps, "signature": self._signature(self._optimizers)},
-            new_state=self._state(),
-            gradients=[p.grad for p in self._parameters() if p.grad is not None],
+            {"step": self._num_steps, "signature": signature_of(self._optimizers), "precision": self._label},
+            new_state=self._holdings.state(),
+            gradients=self._holdings.gradients(),
         )
 
     def _note_peak(self, step: int) -> None:
@@ -524,8 +541,7 @@ class Session:
         """Once forward and backward of the first step are known: refuse what cannot be planned before a parameter changes."""
         if self._guard is None or self._planner is None or self._budget_bytes is None:
             return
-        state_bytes = sum(map(_expected_state_bytes, self._optimizers)) - sum(t.nbytes for t in self._state())
-        trace = steady(self._trace_so_far(), FREED, max(state_bytes, 0))
+        trace = steady(self._trace_so_far(), FREED, self._holdings.missing_state_bytes())
         self._planner.check(trace, self._budget_bytes, margin_bytes=self._margin_bytes)
 
     def _on_larger(self, module: torch.nn.Module, elements: int, largest: int) -> None:
@@ -574,80 +590,12 @@ class Session:
         inplace.apply(self._tape, plan.moves, plan.untouched)
         self._tape.verify = bool(plan.moves) and self._verify != "off"
 
-    # ---- what is there anyway ----------------------------------------------------------------------------------------
-
-    def _parameters(self) -> Iterable[torch.Tensor]:
-        seen: dict[int, torch.Tensor] = {}
-        if self._model is not None:
-            seen.update((id(p), p) for p in self._model.parameters())
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                seen.update((id(p), p) for p in group["params"])
-        return seen.values()
-
-    def _buffers(self) -> Iterable[torch.Tensor]:
-        """Those of the model; where it is not known, of every module there is."""
-        if self._model is not None:
-            return self._model.buffers()
-        modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-        return [b for m in modules for b in vars(m).get("_buffers", {}).values() if isinstance(b, torch.Tensor)]
-
-    def _signature(self, optimizers: Iterable[torch.optim.Optimizer]) -> str:
-        """Which program this is, as far as the shapes of what its optimizers train tell; the same for `run`, `trace` and `fit`."""
-
-        def digest(optimizer: torch.optim.Optimizer) -> str:
-            trained = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-            shapes = sorted(f"{tuple(p.shape)}{p.dtype}" for p in trained.values())
-            return hashlib.sha256(";".join(shapes).encode()).hexdigest()[:16]
-
-        return "+".join(sorted({digest(each) for each in optimizers}))
-
-    def _check_signature(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first step: is the given plan for parameters of these shapes?"""
-        wanted, self._given_signature = self._given_signature, ""
-        if wanted and self._signature([optimizer]) not in wanted.split("+"):
-            trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-            raise PlanError(
-                f"The plan was made for another model: the parameters in this {type(optimizer).__name__} ({trained:,} numbers) have "
-                "other shapes than those it was made for. No parameter was changed. Leave out the plan, or make one with "
-                "`memfit trace` and `memfit plan` for this script and these arguments."
-            )
-
     def _set_device(self, optimizer: torch.optim.Optimizer) -> None:
         if self._model is None:
-            device = _device_of(None, optimizer)
+            device = device_of(None, optimizer)
             if device.type != self._device.type:
                 self._backend = backend_for(device)
             self._device = device
-
-    def _state(self) -> Iterable[torch.Tensor]:
-        for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                for value in state.values() if isinstance(state, dict) else ():
-                    if isinstance(value, torch.Tensor):
-                        yield value
-
-    def _fixed_bytes(self, only: torch.optim.Optimizer | None = None) -> int:
-        """Parameters, buffers, gradients and optimizer state, the last counted before it exists; of one optimizer, or of all."""
-        if only is not None and self._model is None:
-            held = [p for group in only.param_groups for p in group["params"]]
-            return sum(p.nbytes + (p.nbytes if p.requires_grad else 0) for p in held) + _expected_state_bytes(only)
-        parameters = list(self._parameters())
-        own = sum(p.nbytes for p in parameters) + sum(p.nbytes for p in parameters if p.requires_grad)
-        buffers = sum(b.nbytes for b in self._model.buffers()) if self._model is not None else 0
-        return own + buffers + max(sum(map(_expected_state_bytes, self._optimizers)), sum(t.nbytes for t in self._state()))
-
-    def _check_fixed_bytes(self, only: torch.optim.Optimizer | None = None) -> None:
-        fixed = self._fixed_bytes(only)
-        if self._budget_bytes is not None and fixed > self._budget_bytes:
-            held = only.param_groups if only is not None else [{"params": list(self._parameters())}]
-            parameters = sum(p.nbytes for group in held for p in group["params"])
-            raise BudgetError(
-                f"{format_size(self._budget_bytes)} is too small: parameters ({format_size(parameters)}), their gradients and "
-                f"the optimizer's state hold {format_size(fixed)} for the whole step, before any activation. A smaller model, "
-                "SGD without momentum, or fewer trainable parameters would help; recomputing activations cannot.",
-                needed_bytes=fixed,
-            )
 
     # ---- what came of it ---------------------------------------------------------------------------------------------
 
@@ -677,6 +625,14 @@ class Session:
             "were seen in the measured steps. Something else on the device takes memory, or this step was larger than those: "
             "give a smaller budget, or a smaller batch."
         )
+
+    def _about_precision(self, trace: Trace | None) -> list[str]:
+        if self._precision is None:
+            return []
+        told = self._precision.messages()
+        if trace is not None and self._label and self._precision.choice.level.by_lists:
+            told.append(find_copies(trace).sentence)
+        return told
 
     def _own_result(self) -> core.Result:
         trace = self.traces[-1] if self.traces else None
@@ -720,10 +676,11 @@ class Session:
             ),
             eager_bytes_by_kind=bytes_by(trace, eager, "kind") if trace is not None and eager is not None else {},
             bytes_by_kind=self._peak_by_kind if is_measured else {},
-            messages=(*self.messages, *_about_overwriting(counts)),
+            messages=(*self._about_precision(trace), *self.messages, *_about_overwriting(counts)),
             exit_reason=self._ending[0],
             error=self._ending[1],
             device=self._device.type,
+            precision=self._label,
             **{
                 **self._facts,
                 "versions": {
@@ -781,16 +738,6 @@ def _about_overwriting(counts: Counts) -> list[str]:
     return [f"{counts.num_overwritten} calls wrote their result over their input{refused}."]
 
 
-def _expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the optimizer's state will hold once it has stepped."""
-    slots = _STATE_SLOTS.get(type(optimizer).__name__, 0)
-    total = 0
-    for group in optimizer.param_groups:
-        extra = slots + (1 if group.get("amsgrad") else 0) + (1 if slots == 0 and group.get("momentum") else 0)
-        total += sum(extra * p.nbytes for p in group["params"] if p.requires_grad)
-    return total
-
-
 def _exit_reason(error: BaseException | None) -> str:
     if error is None:
         return core.FINISHED
@@ -803,27 +750,3 @@ def _exit_reason(error: BaseException | None) -> str:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return core.OUT_OF_MEMORY
     return core.EXCEPTION
-
-
-def _device_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> torch.device:
-    """The device of the parameters. Raises UnsupportedError where there are several."""
-    parameters = list(model.parameters()) if model is not None else []
-    if optimizer is not None:
-        parameters += [p for group in optimizer.param_groups for p in group["params"]]
-    devices = {p.device for p in parameters}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise UnsupportedError(
-            f"The model lies on several devices ({names}); memfit plans for one device and would have to guess the others' "
-            "budgets. Put the whole model on one device, or wrap the part that needs the memory."
-        )
-    return devices.pop() if devices else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _refuse(model: torch.nn.Module | None) -> None:
-    for module in model.modules() if model is not None else ():
-        if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
-            raise UnsupportedError(
-                "The model uses DataParallel, which runs forward in threads of its own where memfit cannot see it. "
-                "Use DistributedDataParallel, or a single device."
-            )

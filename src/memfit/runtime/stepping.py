@@ -9,6 +9,8 @@ advance without it, and one that steps once an epoch does.
 
 from __future__ import annotations
 
+import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +24,7 @@ Step = Callable[..., Any]
 
 
 class Stepping:
-    """Watches optimizers given to `watch`, and every optimizer and scheduler made between `enter` and `exit`.
+    """Watches optimizers given to `watch`, and between `enter` and `exit` every optimizer and scheduler there is.
 
     run_step(optimizer, step, args, kwargs): called in the place of a step; returns what it returns, and says with `hold_back` if it was not made.
     """
@@ -42,10 +44,18 @@ class Stepping:
         self._undo: list[Callable[[], None]] = []
 
     def enter(self) -> None:
-        """Begin to notice new ones."""
+        """Begin to notice new ones, and know those that exist.
+
+        The constructor of a scheduler puts a wrapper of the class's `step` of that day on the optimizer: of those that exist it is wrapped too.
+        """
         self._undo += [patch(Optimizer, "__init__", self._wrap_optimizer), patch(LRScheduler, "__init__", self._wrap_scheduler)]
         for kind in _with_subclasses(LRScheduler):  # not all of them call LRScheduler.__init__
             self._wrap_class(kind, self._schedule)
+        for each in gc.get_objects():
+            if issubclass(type(each), Optimizer):
+                self.watch(each)
+                if "step" in vars(each):
+                    self._undo.append(patch(each, "step", functools.partial(self._step_of, each)))
 
     def watch(self, optimizer: Optimizer) -> None:
         """Know this one from now on."""
@@ -92,6 +102,9 @@ class Stepping:
             return result
 
         return step
+
+    def _step_of(self, optimizer: Optimizer, original: Step) -> Step:
+        return functools.partial(self._step(lambda _, *args, **kwargs: original(*args, **kwargs)), optimizer)
 
     # ---- schedulers ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import pytest
 
 from diagnosis.lints.marked import assert_marked, find
+from memfit.diagnosis.lints import check_text
 
 FOUND = {
     "clips of scaled gradients": """
@@ -53,6 +54,37 @@ FOUND = {
             for x in loader:
                 model(x).mean().backward()
                 opt.step()
+        """,
+    "apex": """
+        import apex
+        from apex import amp
+        from apex.amp import initialize
+
+        def backwards(net, loader):
+            opt = torch.optim.SGD(net.parameters(), 0.1)
+            for x in loader:
+                with amp.scale_loss(net(x).mean(), opt) as scaled:  # <- MF604
+                    scaled.backward()
+                opt.step()
+            return amp.initialize(net, opt, opt_level="O1")  # <- MF605
+
+        def without_masters(net, opt):
+            return initialize(net, opt, opt_level="O3")  # <- MF605
+
+        def by_variable(net, opt, level):
+            with apex.amp.scale_loss(net.loss, opt) as scaled:  # <- MF604
+                scaled.backward()
+            net, opt = apex.amp.initialize(net, opt, opt_level=level)  # <- MF605
+        """,
+    "memfit's apex": """
+        from memfit.integrations.apex import amp
+
+        def train(x):
+            net = nn.Linear(4, 4)
+            opt = torch.optim.SGD(net.parameters(), 0.1)
+            with amp.scale_loss(net(x).mean(), opt) as scaled:  # <- MF604
+                scaled.backward()
+            opt.step()
         """,
     "upcasts for the loss": """
         def step(net, x, y):
@@ -320,6 +352,34 @@ FOUND = {
         """,
 }
 QUIET = {
+    "apex in order, and prepared elsewhere": """
+        from memfit.integrations.apex import amp
+        from trainer import prepare
+
+        def in_order(net, loader):
+            opt = torch.optim.SGD(net.parameters(), 0.1)
+            net, opt = amp.initialize(net, opt)
+            for x in loader:
+                with amp.scale_loss(net(x).mean(), opt) as scaled:
+                    scaled.backward()
+                opt.step()
+
+        def handed_in(net, opt, loss):
+            with amp.scale_loss(loss, opt) as scaled:
+                scaled.backward()
+            opt.step()
+        """,
+    "apex prepared in another file": """
+        from memfit.integrations.apex import amp
+        from trainer import prepare
+
+        def train(net, x):
+            opt = torch.optim.SGD(net.parameters(), 0.1)
+            net, opt = prepare(net, opt)
+            with amp.scale_loss(net(x).mean(), opt) as scaled:
+                scaled.backward()
+            opt.step()
+        """,
     "clips after unscale, without a scaler, of another step": """
         def fit(net, loader, opt, scaler, clip):
             for x in loader:
@@ -589,3 +649,20 @@ def test_the_cause_is_found_on_its_line(shape):
 @pytest.mark.parametrize("shape", QUIET)
 def test_what_only_looks_like_it_is_left_alone(shape):
     assert find(QUIET[shape]) == set()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("amp.initialize(net, opt, opt_level='O0')", "O0 is plain float32: leave initialize and scale_loss out."),
+        ("amp.initialize(net, opt)", "O1 is torch.autocast around forward pass and loss, scaler.scale(loss).backward()"),
+        ("amp.initialize(net, opt, opt_level='O2')", "O2 (half weights, float32 masters in the optimizer) has no equal in PyTorch, and .half() is O3"),
+        ("amp.initialize(net, opt, opt_level='O3')", "O3 is model.half() with inputs cast too; small updates are rounded away."),
+        ("amp.initialize(net, opt, opt_level=level)", "O1 is torch.autocast"),
+    ],
+)  # fmt: skip
+def test_what_is_to_be_written_instead_of_apex_depends_on_the_level(call, words):
+    (finding,) = check_text(f"from apex import amp\ndef prepare(net, opt, level):\n    return {call}\n")
+    assert finding.code == "MF605"
+    assert finding.remedy.startswith(words)
+    assert finding.remedy.endswith("`memfit run` answers the import, as does `from memfit.integrations.apex import amp`.")

@@ -13,7 +13,7 @@ from diagnosis.lints import (
     test_precision_inplace_and_the_rest,
 )
 from diagnosis.lints.marked import HEADER
-from memfit.diagnosis.codes import CODES
+from memfit.diagnosis.codes import CODES, MEASURED_ONLY
 from memfit.diagnosis.lints.flow import analyse
 from memfit.diagnosis.lints.program import read_program
 from memfit.diagnosis.lints.rules import RULES
@@ -43,5 +43,5 @@ def test_every_rule_finds_something_and_every_code_is_found_in_several_shapes():
                 found.update(report.code for report in reports)
                 used |= {rule} if reports else set()
     assert used == set(RULES)
-    assert set(found) == set(CODES)
+    assert set(found) == set(CODES) - set(MEASURED_ONLY)
     assert min(found.values()) >= 3, found

@@ -35,6 +35,7 @@ from memfit.runtime.precision import stand_aside
 from memfit.runtime.stepping import Step, Stepping
 from memfit.techniques.precision.casting import cast
 from memfit.techniques.precision.forward import Forwards
+from memfit.techniques.precision.inspection import Inspection
 from memfit.techniques.precision.leaves import check_connected, leaves_of
 from memfit.techniques.precision.scaling import Scaling
 from memfit.techniques.precision.weights import turn_half
@@ -70,6 +71,7 @@ class _Amp:
     verbosity: int
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     stepping: Stepping = field(init=False)
+    inspection: Inspection = field(default_factory=Inspection)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,7 +79,14 @@ class _Amp:
 
     def call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """In the place of torch.nn.Module.__call__."""
-        return lambda module, *args, **kwargs: self.forwards.call(original, module, args, kwargs)
+
+        def run(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            output = self.forwards.call(original, module, args, kwargs)
+            if self.inspection.is_armed:
+                self.inspection.look(module, (args, kwargs), output)
+            return output
+
+        return run
 
     def _step(self, optimizer: Optimizer, step: Step, args: Any, kwargs: Any) -> Any:
         """In the place of an optimizer's step."""
@@ -88,6 +97,7 @@ class _Amp:
         self.forwards.forget()
         overflowed = [number for number, scaling in enumerate(self.scalings) if scaling.must_hold_back(optimizer)]
         if not overflowed:
+            self.inspection.is_armed = False
             return step(optimizer, *args, **kwargs)
         self.stepping.hold_back(optimizer)
         if self.verbosity:
@@ -95,6 +105,8 @@ class _Amp:
                 print(
                     f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to {self.scalings[number].reduced_scale}"
                 )
+        worst = max((self.scalings[number] for number in overflowed), key=lambda scaling: scaling.num_in_a_row)
+        self.inspection.note_overflow(worst.num_in_a_row + 1, worst.scale)
         return None
 
 
@@ -168,6 +180,7 @@ def _install(amp: _Amp) -> None:
 
 def _prepare(amp: _Amp, model: torch.nn.Module, outputs: torch.dtype | None) -> None:
     amp.models.add(model)
+    amp.inspection.begin(model)
     if amp.level.half_weights and not amp.level.masters:
         turn_half(model, amp.half, amp.level)
         handle = model.register_state_dict_post_hook(_save_in_float32)

@@ -16,6 +16,8 @@ import torch
 
 from memfit.core.errors import PrecisionError
 
+_MAX_OVERFLOWS = 24  # in a row; GradScaler's first scale of 65536 is at 2^-8 by then
+
 
 class Inspection:
     """What one armed pass found. `look` is told of every module call, innermost first."""
@@ -42,6 +44,15 @@ class Inspection:
             if tensor.requires_grad:
                 tensor.register_hook(note)
 
+    def note_overflow(self, num_in_a_row: int, scale: float) -> None:
+        """A step was held back. Arms after many in a row; raises PrecisionError if the pass that led here was looked at.
+
+        num_in_a_row: steps held back since the last one made, this one included. scale: the loss scale of that pass.
+        """
+        if self.is_armed:
+            raise self.error(num_in_a_row, scale)
+        self.is_armed = num_in_a_row >= _MAX_OVERFLOWS
+
     def _note(self, name: str, gradient: torch.Tensor) -> None:
         if not self._backward and not _is_finite(gradient):
             self._backward = name
@@ -65,7 +76,7 @@ class Inspection:
             where = "No module's output is infinite; it arises outside of modules, in the loss most likely"
         return PrecisionError(
             f"float16 overflows for ever: {num_overflows} steps in a row were held back and the loss scale went down to {scale:g}, so scaling cannot "
-            f"help. {where}. No parameter was changed in these steps. Use bfloat16 (--half bf16), which has float32's range, or keep that module in float32 "
+            f"help. {where}. No parameter was changed in these steps. Use bfloat16 (--half bf16, half='bf16'), which has float32's range, or keep that module in float32 "
             "(`with torch.autocast(device, enabled=False)` and .float() inside it)."
         )
 

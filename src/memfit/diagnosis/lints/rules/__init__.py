@@ -2,6 +2,7 @@
 
 from memfit.diagnosis.lints.report import Rule
 from memfit.diagnosis.lints.rules import (
+    apex,
     attention,
     attributes,
     calls,
@@ -27,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     *gradients.RULES,
     *checkpointing.RULES,
     *precision.RULES,
+    *apex.RULES,
     *inplace.RULES,
     *calls.RULES,
     *loading.RULES,
