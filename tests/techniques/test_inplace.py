@@ -648,9 +648,8 @@ def test_in_place_and_recompute_hold_residual_and_u_nets_to_a_budget_bit_for_bit
     assert differences(plain(program, 4), found) == []
     result = session.result()
     assert result.peak_bytes <= budget
-    assert result.planned_peak_bytes == pytest.approx(
-        session.plan.predicted_peak_bytes, rel=0.005
-    )  # workspaces of convolutions
+    # workspaces of convolutions; how many of the peak's depends on the plan, and that on the seconds measured
+    assert result.planned_peak_bytes == pytest.approx(session.plan.predicted_peak_bytes, rel=0.01)
     techniques = {move.technique for move in session.plan.moves}
     assert techniques <= {"inplace", "recompute"}
     assert ("inplace" in techniques) is (activation is nn.LeakyReLU)
