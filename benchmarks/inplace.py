@@ -36,9 +36,9 @@ ROWS = [*((name, AS_IT_IS) for name in ("W1", "W2", "W3", "W4")), *((w, v) for w
 NUM_STEPS, MIB = 3, 2**20
 _RELU = nn.ReLU
 _NOTE = """\
-Predicted is the replay of a trace, whose peak on convolution nets is a per cent or two below the allocator's (workspaces). Where nothing is
-promised the difference measured is theirs: on W4 with `ReLU()` from 6 MiB more to 10 MiB less in four runs. In each process the plain
-step is recorded first, and what it frees of before is not seen then, so its peak can be too high (W2: 1046 or 1078 MiB). CPU time
+Predicted is the replay of a trace, whose peak on convolution nets is a per cent or two below the allocator's (workspaces). The
+allocator's own peak differs from run to run by some MiB on W4, in one process 614 and 617 MiB plain and 619 and 615 MiB in place, so with
+`ReLU()`, where nothing is promised, nothing is measured either. W2 came out at 1046 and at 1078 MiB in two runs; why is not known. CPU time
 is of few pairs on a shared machine."""
 
 
