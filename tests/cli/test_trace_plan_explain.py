@@ -12,10 +12,19 @@ from cli.conftest import PLAN, TRACE
 from memfit.cli.explain import list_topics, read_text
 from memfit.core.errors import BudgetError, TraceError
 from memfit.core.plan import Plan
-from memfit.core.trace import Trace
+from memfit.core.trace import Call, Cell, Storage, Trace
 from memfit.diagnosis.codes import CODES
 from memfit.runtime.script import TraceRun
 from report.examples import TRACE as TRACE_OF_A_CALL
+
+IN_PLACE = Trace(
+    "cpu",
+    (Storage(10, "input"), Storage(10, "activation")),
+    (Cell(0), Cell(1, 0, "out0", evictable=True)),
+    (),
+    (Call("0|act#0/0:relu", "relu", "act", "net.py:3", 0.1, (0,), (1,), in_place="its input is a view"),),
+    (("alloc", 0), ("begin", 0), ("alloc", 1), ("end", 0)),
+)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +173,36 @@ def test_an_unknown_topic_gets_the_nearest_ones(memfit, topic, sentence):
     code, out, err = memfit("explain", topic)
     assert (code, out) == (2, "")
     assert err.startswith(f"memfit: {sentence}")
+
+
+def test_explain_says_of_the_places_in_a_trace_whether_they_may_be_in_place(memfit, tmp_path):
+    IN_PLACE.save(tmp_path / "trace.json")
+    code, out, _ = memfit("explain", "inplace", "--trace", "trace.json", "--place", "act")
+    assert code == 0
+    assert out.startswith("In place: no call may write over its input\n")
+    assert "relu      act" in out
+    assert "its input is a view" in out
+    code, out, _ = memfit("explain", "inplace", "--trace", "trace.json", "--place", "elsewhere")
+    assert "No call of this trace with 'elsewhere' in its module, function or line has an in-place form." in " ".join(
+        out.split()
+    )
+
+
+def test_explain_has_nothing_to_say_about_a_trace_but_for_inplace(memfit, tmp_path):
+    IN_PLACE.save(tmp_path / "trace.json")
+    code, out, err = memfit("explain", "recompute", "--trace", "trace.json")
+    assert (code, out) == (2, "")
+    assert (
+        err == "memfit: 'recompute' has nothing to say about one trace. Only `memfit explain inplace --trace trace.json` has.\n"
+    )
+
+
+def test_trace_prints_what_may_be_in_place(memfit, api):
+    api.traced = IN_PLACE
+    code, _, err = memfit("trace", "train.py")
+    assert code == 0
+    assert "\nIn place: no call may write over its input\n" in err
+    assert "Not so       1 call, see `memfit explain inplace --trace`" in err
 
 
 @pytest.mark.parametrize("verb", ["run", "trace", "plan", "explain"])

@@ -30,3 +30,26 @@ def test_an_invocation_in_which_nothing_is_planned_does_not_go_by_the_one_before
     assert frame_of(policy.section(0), "net", 0) is not None
     assert frame_of(policy.section(0), "net", 1) is None
     assert frame_of(policy.section(0), "net", 2) is None  # one more goes by the last that is known
+
+
+def test_calls_in_place_come_to_what_is_planned_there_already() -> None:
+    plain = Policy(["0|net#0/1:relu"], ["0|net#0/1:relu|mut0"], [], [])
+    policy = plain.with_in_place(["0|net#0/1:relu", "1|net#2/0:add"], untouched=["1|net#3"])
+    frame = frame_of(policy.section(0), "net", 0)
+    assert frame is not None
+    assert (frame[1].in_place, frame[1].evict) == (True, {"mut0"})
+    assert frame_of(policy.section(1), "net", 2) is not None
+    assert frame_of(policy.section(1), "net", 3) is None
+    assert policy.section(2) is policy.section(1)  # the last one's holds
+    before = frame_of(plain.section(0), "net", 0)
+    assert before is not None
+    assert not before[1].in_place  # undoing puts this one back
+
+
+def test_a_call_that_cannot_be_in_place_after_all_does_with_its_own_result_what_was_planned() -> None:
+    place = "0|net#0/1:relu"
+    policy = Policy([], [f"{place}|mut0"], [f"{place}|in0"], []).with_in_place([place])
+    frame = frame_of(policy.section(0), "net", 0)
+    assert frame is not None
+    entry = frame[1].out_of_place()
+    assert (entry.evict, entry.keep, entry.in_place) == ({"out0"}, {"in0"}, False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -204,3 +206,56 @@ def test_only_wrappers_of_a_transform_have_a_level() -> None:
     torch.func.vmap(function)(x)
     assert levels == [1]
     assert private.transform_level(x) == -1
+
+
+def test_use_count_counts_what_autograd_saved_without_a_hook() -> None:
+    x = torch.ones(2, requires_grad=True) * 1
+    assert private.use_count(x) == 1
+    y = x.sin()  # saves x itself
+    assert private.use_count(x) == 2
+    del y
+    assert private.use_count(x) == 1
+
+
+def test_is_hooked_is_true_for_a_hook_and_for_a_retained_gradient() -> None:
+    x, y = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
+    assert not private.is_hooked(x)
+    x.register_hook(lambda gradient: None)
+    y.retain_grad()
+    assert private.is_hooked(x)
+    assert private.is_hooked(y)
+
+
+def test_module_call_names_the_frames_between_a_call_and_forward_where_hooks_are() -> None:
+    class Looking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> list[object]:
+            frame, found = sys._getframe(1), []
+            while frame.f_code in private.MODULE_CALL:
+                found.append(frame.f_code)
+                frame = frame.f_back
+            return found
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    try:
+        found = Looking()(torch.ones(1))
+    finally:
+        hook.remove()
+    assert found == list(reversed(private.MODULE_CALL))
+
+
+def test_has_foreign_hooks_sees_every_kind_of_hook_but_those_of_a_tape() -> None:
+    module = torch.nn.ReLU()
+    tape = Tape()
+    tape.enter()
+    try:
+        assert not private.has_foreign_hooks(module)
+        for register in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+            hook = getattr(module, f"register_{register}_hook")(lambda *args: None)
+            assert private.has_foreign_hooks(module)
+            hook.remove()
+        hook = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+        assert private.has_foreign_hooks(module)
+        hook.remove()
+        assert not private.has_foreign_hooks(module)
+    finally:
+        tape.exit()

@@ -15,16 +15,25 @@ from rich.markdown import Markdown
 
 from memfit.cli.errors import speak_errors
 from memfit.core.errors import MemfitError
+from memfit.core.trace import Trace
 from memfit.diagnosis.codes import CODES
-from memfit.report import open_console
+from memfit.report import draw_sites, open_console
 
 _TEXTS = Path(__file__).with_name("texts")
 
 
 def explain(
     topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="What to explain; else list.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="TRACE", help="For inplace: say at which places of this trace, and why not.")
+    ] = None,
+    place: Annotated[str, typer.Option(metavar="TEXT", help="With --trace: only where module, function or line have it.")] = "",
 ) -> None:
-    """Explain a technique or a part of memfit at length."""
+    """Explain a technique or a part of memfit at length.
+
+    `memfit explain inplace --trace trace.json` says of every call of a traced step whether it may be in place, what that
+    saves, and why not where it may not.
+    """
     with speak_errors(verbose=False):
         console = open_console()
         if topic is None:
@@ -34,6 +43,13 @@ def explain(
                 console.print(f"{name:{width}}  {title}", soft_wrap=True)
             return
         text = read_text(topic)
+        if trace is not None:
+            if topic.strip().lower() != "inplace":
+                raise MemfitError(
+                    f"{topic!r} has nothing to say about one trace. Only `memfit explain inplace --trace {trace}` has."
+                )
+            console.print(draw_sites(Trace.load(trace), place))
+            return
         if console.is_terminal:
             console.print(Markdown(text))
         else:

@@ -21,7 +21,7 @@ from memfit.diagnosis.collecting import find_idle_calls
 from memfit.diagnosis.dead import find_dead, peak_without_dead
 from memfit.diagnosis.held import find_held, held_in
 from memfit.diagnosis.precision import compare, describe
-from memfit.report import draw_dead, draw_trace, follow_progress, open_console
+from memfit.report import draw_dead, draw_in_place, draw_trace, follow_progress, open_console
 
 _NAMES = ("-o", "--output")
 
@@ -75,6 +75,9 @@ def trace(
         if findings := [*find_dead(taken), *find_held(taken)]:
             console.print()
             console.print(draw_dead(findings, replay(taken).peak_bytes, peak_without_dead(taken, held_in(taken))))
+        if (in_place := draw_in_place(taken)) is not None:
+            console.print()
+            console.print(in_place)
         for finding in find_idle_calls(taken):
             console.print(f"{finding.path}:{finding.line} {finding.message}. {finding.remedy}", markup=False)
         console.print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.core.errors import PlanError
+from memfit.core.inplace import edit
 from memfit.core.plan import Plan
 from memfit.core.trace import Trace
 
@@ -13,8 +14,21 @@ def cell_key(trace: Trace, cell: int) -> str:
     return f"{trace.calls[found.call].place}|{found.position}"
 
 
+def edit_by_plan(trace: Trace, plan: Plan) -> Trace:
+    """The step with the calls in place that the plan has in place: the step its keys are of. Raises PlanError as `cells_of_plan`."""
+    wanted = dict.fromkeys(place for move in plan.moves if move.technique == "inplace" for place in move.calls)
+    known = {call.place: index for index, call in enumerate(trace.calls) if call.in_place}
+    for place in wanted:
+        if place not in known:
+            raise PlanError(
+                f"The plan has {place!r} in place, which this trace does not have or not as a call that may be: the plan was made for another "
+                "model, or the model has changed since. Make one with `memfit plan trace.json --budget SIZE`."
+            )
+    return edit(trace, [known[place] for place in wanted])
+
+
 def cells_of_plan(trace: Trace, plan: Plan) -> tuple[frozenset[int], frozenset[int]]:
-    """The cells a plan evicts and pins in this trace. Raises PlanError if it names a cell the trace does not have."""
+    """The cells a plan evicts and pins in this trace (`edit_by_plan`'s, where it has calls in place). Raises PlanError if it names a cell the trace does not have."""
     known = {cell_key(trace, index): index for index, cell in enumerate(trace.cells) if cell.call >= 0}
     evict: set[int] = set()
     pin: set[int] = set()

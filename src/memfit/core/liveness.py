@@ -18,6 +18,7 @@ from memfit.core.bindings import binds, deletes, never_ours, reads, targets
 from memfit.core.unseen import reads_its_globals, reads_its_locals
 
 MODULE = "<module>"
+LET_GO = "__memfit_let_go__"  # what a loaded module calls to let go of a name, among its globals
 _Names = frozenset[str]
 _Lines = frozenset[int]
 _NONE: _Names = frozenset()

@@ -94,6 +94,8 @@ class Call:
     inputs: cells the call reads, external ones included, without repeats, in argument order.
     outputs: cells it produced, internal ('in…') and overwritten ('mut…') ones included.
     extra_bytes: bytes the call needs above the storages live before it and its own outputs, at its worst moment.
+    in_place: whether the call, seen as it was about to run, could have written its result over its first input: core.inplace.SAFE, or
+        why not; '' where it has no such form.
     """
 
     place: str
@@ -104,6 +106,7 @@ class Call:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     extra_bytes: int = 0
+    in_place: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ import torch
 from memfit.core import growth as core
 from memfit.core.sizes import format_size
 from memfit.diagnosis.places import find_attribute_store, find_exception_keeper, find_hook_registration
+from memfit.engine.frames import read_locals
 from memfit.engine.need import tensors_in
 from memfit.measurement import holders
-from memfit.measurement.births import Ledger, Site, has_storage, line_text, read_locals
+from memfit.measurement.births import Ledger, Site, has_storage, line_text
 from memfit.measurement.graphs import has_graph, saved_storages, walk
 from memfit.measurement.holders import CONTAINERS, Chain, Heap
 

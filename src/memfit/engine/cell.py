@@ -141,6 +141,7 @@ class Call:
         stop there.
     writes: index of the value the call overwrites in place, or None. outputs: cells by position.
     may_evict: False where the plan keeps all that the call makes.
+    in_place: see core.trace.Call, filled while measuring. is_overwriting: it runs in place because a plan says so, not the program.
     num_wanted: how many of its cells are needed and not held (the call is to be replayed while this is positive).
     """
 
@@ -156,6 +157,8 @@ class Call:
     may_evict = True
     makes = "out"
     stops_early = False
+    in_place = ""
+    is_overwriting = False
 
     def __init__(self, func: Callable[..., Any], at: At, location: str, seq: int) -> None:
         self.func = func

@@ -122,6 +122,7 @@ def lose(tape: Tape, cell: Cell) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor whose bytes are its own and may be kept, dropped and had again."""
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided

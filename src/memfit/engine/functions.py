@@ -290,11 +290,11 @@ def kind_of(func: Callable[..., Any]) -> str:
         return LOOKING
     if is_writing(func):
         return WRITING
-    return MAY_WRITE if _inplace_position(func) is not None or func in _STATISTICS else PLAIN
+    return MAY_WRITE if inplace_position(func) is not None or func in _STATISTICS else PLAIN
 
 
 @cache
-def _inplace_position(func: Callable[..., Any]) -> int | None:
+def inplace_position(func: Callable[..., Any]) -> int | None:
     """Where the flag `inplace` stands among the arguments of a function of torch.nn.functional."""
     try:
         names = list(inspect.signature(func).parameters)
@@ -307,14 +307,14 @@ def may_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """Whether this call may overwrite one of its arguments, statistics aside."""
     if kind_of(func) is WRITING or "out" in kwargs or kwargs.get("inplace"):
         return True
-    position = _inplace_position(func)
+    position = inplace_position(func)
     return position is not None and position < len(args) and bool(args[position])
 
 
 @cache
 def writes_first_only(func: Callable[..., Any]) -> bool:
     """Whether a call that writes in place overwrites no argument but its first: so every method of a tensor, and its namesakes."""
-    return hasattr(torch.Tensor, name_of(func)) or _inplace_position(func) is not None
+    return hasattr(torch.Tensor, name_of(func)) or inplace_position(func) is not None
 
 
 @cache

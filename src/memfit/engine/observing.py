@@ -32,6 +32,7 @@ class Counts:
     def __init__(self) -> None:
         self.num_evicted = self.num_restored = self.num_verified = self.num_replayed_calls = self.num_kept_instead = 0
         self.num_mismatched = self.num_sources_checked = self.num_sources_changed = 0
+        self.num_overwritten = self.num_not_overwritten = 0  # calls the plan wanted in place: those that were, and could not be
         self.num_generator_checks = self.num_generators_moved = 0
         self.restore_seconds = 0.0
         self.sources: weakref.WeakSet[Cell] = weakref.WeakSet()  # already counted in num_sources_checked

@@ -27,10 +27,11 @@ def split(tape: Tape, call: Call, values: list[torch.Tensor], cells: list[Cell],
     values: the tensors of `call.values`. saved: the handles on what the call saved.
     """
     internal = [cell for cell in cells if cell.position.startswith("in")]
-    if not internal or call.writes is not None:
+    is_dropout = functions.is_dropout(call.func)
+    if not internal or (call.writes is not None and not is_dropout):
         return
     part: Call | None = None
-    if functions.is_dropout(call.func):
+    if is_dropout:
         part = _split_dropout(tape, call, values, internal, saved)
     elif call.stops_early:
         part = call.part()
@@ -68,7 +69,8 @@ def _split_dropout(
     part.args = (Slot(0), num_elements, geometry[0], probability)
     part.values, part.inputs = [Value(packed, packed.geometry, False)], (packed,)
     part.makes, part.autocast, part.random_state = "in", (), None
-    call.func, call.args, call.kwargs = torch.mul, (Slot(0), Slot(1)), {}
+    call.func = torch.mul if call.writes is None else torch.Tensor.mul_
+    call.args, call.kwargs = (Slot(0), Slot(1)), {}
     call.values, call.inputs = [call.values[0], Value(noise, geometry, False)], (*call.inputs, noise)
     call.random_state = None
     return part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.core.trace import PLACE
 
@@ -14,13 +14,21 @@ class CallPolicy:
     """What to do with one call: record it as a recipe. The rest are positions of its cells.
 
     evict: what leaves when it was saved. keep: what autograd saves anyway; recipes may lean on it. pin: what it does not save and
-    the tape therefore holds until backward begins.
+    the tape therefore holds until backward begins. in_place: the result is written over the first argument, if that is safe then.
     """
 
     function: str
     evict: frozenset[str]
     keep: frozenset[str]
     pin: frozenset[str]
+    in_place: bool = False
+
+    def out_of_place(self) -> CallPolicy:
+        """What it says if the call has to run out of place after all: its result is a cell of its own."""
+        evict, keep, pin = (
+            frozenset("out0" if each == "mut0" else each for each in cells) for cells in (self.evict, self.keep, self.pin)
+        )
+        return CallPolicy(self.function, evict, keep, pin)
 
 
 Frame = dict[int, CallPolicy]  # by ordinal within the module invocation
@@ -47,16 +55,41 @@ class Policy:
             CallPolicy, CallPolicy
         ] = {}  # one object for all calls treated alike: the processor's cache has it at hand
         for place in {*replayed, *evicted, *kept, *pinned}:
-            match = PLACE.fullmatch(place)
-            assert match is not None, place
-            section, path, invocation, ordinal, function = match.groups()
-            while len(self._sections) <= int(section):
-                self._sections.append({})
-            frames = self._frames(int(section), path, int(invocation))
-            frame = frames[int(invocation)] or {}
-            entry = CallPolicy(sys.intern(function), *(frozenset(each.get(place, ())) for each in (evicted, kept, pinned)))
-            frame[int(ordinal)] = shared.setdefault(entry, entry)
-            frames[int(invocation)] = frame
+            frame, ordinal, function = self._frame_of(place)
+            evicts, keeps, pins = (frozenset(each.get(place, ())) for each in (evicted, kept, pinned))
+            entry = CallPolicy(function, evicts, keeps, pins)
+            frame[ordinal] = shared.setdefault(entry, entry)
+        self._know(untouched)
+
+    def with_in_place(self, places: Iterable[str], untouched: Iterable[str] = ()) -> Policy:
+        """The same, and the calls at these places in place."""
+        policy = Policy((), (), (), ())
+        policy._sections = [
+            {path: [frame and frame.copy() for frame in frames] for path, frames in section.items()}
+            for section in self._sections
+        ]
+        for place in places:
+            frame, ordinal, function = policy._frame_of(place)
+            nothing = CallPolicy(function, frozenset(), frozenset(), frozenset())
+            frame[ordinal] = replace(frame.get(ordinal, nothing), in_place=True)
+        policy._know(untouched)
+        return policy
+
+    def _frame_of(self, place: str) -> tuple[Frame, int, str]:
+        """The frame a place lies in, made if need be; its ordinal and function."""
+        match = PLACE.fullmatch(place)
+        assert match is not None, place
+        section, path, invocation, ordinal, function = match.groups()
+        while len(self._sections) <= int(section):
+            self._sections.append({})
+        frames = self._frames(int(section), path, int(invocation))
+        frame = frames[int(invocation)]
+        if frame is None:
+            frame = frames[int(invocation)] = {}
+        return frame, int(ordinal), sys.intern(function)
+
+    def _know(self, untouched: Iterable[str]) -> None:
+        """In these module invocations nothing is planned: they do not go by the ones before."""
         for name in untouched:
             module, _, number = name.rpartition("#")
             section, _, path = module.partition("|")

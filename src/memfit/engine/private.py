@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -39,6 +39,35 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def num_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors hold the storage, the given Python object not counted. Source: `torch._inductor.cudagraph_trees`."""
     return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """How often C++ holds the tensor: 1 for the Python object, more where autograd saved it without a hook. Source: `Tensor._use_count`."""
+    return tensor._use_count()  # type: ignore[attr-defined]
+
+
+def is_hooked(tensor: torch.Tensor) -> bool:
+    """Whether somebody waits for the tensor's gradient: a hook on it, or `retain_grad`. Source: `Tensor._backward_hooks`, in torch since 0.2."""
+    return tensor._backward_hooks is not None or tensor.retains_grad
+
+
+def _code_of_module_call() -> tuple[CodeType, CodeType, CodeType]:
+    outer, middle = torch.nn.Module._wrapped_call_impl.__code__, torch.nn.Module._call_impl.__code__
+    inner = next(each for each in middle.co_consts if isinstance(each, CodeType) and each.co_name == "inner")
+    return outer, middle, inner
+
+
+# What runs between a call of a module and its `forward` where hooks are, outermost first. Source: torch/nn/modules/module.py.
+MODULE_CALL = _code_of_module_call()
+
+
+def has_foreign_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks that are not memfit's see the module's arguments. Source: torch/nn/modules/module.py."""
+    all_modules: Any = torch.nn.modules.module
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    backward = (all_modules._global_backward_hooks, all_modules._global_backward_pre_hooks)
+    forward = (*all_modules._global_forward_hooks.values(), *all_modules._global_forward_pre_hooks.values())
+    return any(map(len, (*own, *backward))) or not all(str(hook.__module__).startswith("memfit.") for hook in forward)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import cache
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit.core.inplace import SAFE
 from memfit.engine import functions
 from memfit.engine.ambient import attention_flags, autocast_state, random_state, same_random_state
 from memfit.engine.cell import Call, Cell, Handle, Slot, Value, geometry_of
 from memfit.engine.filing import PLAIN_TYPES, cell_if_known, cell_of, file, is_plain, pin_source
 from memfit.engine.location import user_line
 from memfit.engine.need import tensors_in
+from memfit.engine.overwriting import Form, in_place_form, why_not
 from memfit.engine.parts import split
 from memfit.engine.policy import CallPolicy
 from memfit.engine.traits import TRAITS
@@ -33,12 +36,26 @@ def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Fra
     traits = TRAITS[func]
     if entry is not None and entry.function != traits.name:
         entry = None  # the program took another way this time: nothing planned here
+    at = (tape.places.section, frame.path, frame.invocation, frame.ordinal, traits.name)
+    is_measured = tape.observer is not None
+    in_place, is_overwriting = "", False
+    if is_measured or (entry is not None and entry.in_place):
+        in_place, form = _look_at_input(tape, func, args, kwargs, sys._getframe(2))
+        if form is not None and entry is not None and entry.in_place:
+            if is_overwriting := in_place == SAFE:
+                func, args, kwargs = form
+                traits = TRAITS[func]
+                tape.counts.num_overwritten += 1
+            else:
+                entry = entry.out_of_place()
+                tape.counts.num_not_overwritten += 1
     values: list[torch.Tensor] = []
     template = tuple([each if each.__class__ in _SCALARS else _strip(each, values) for each in args])
     keywords = {key: _strip(each, values) for key, each in kwargs.items()} if kwargs else kwargs
     tape.seq += 1
-    at = (tape.places.section, frame.path, frame.invocation, frame.ordinal, traits.name)
-    call = Call(func, at, user_line(3) if tape.observer is not None else "", tape.seq)
+    call = Call(func, at, user_line(3) if is_measured else "", tape.seq)
+    if in_place:
+        call.in_place, call.is_overwriting = in_place, is_overwriting
     call.may_evict = entry is None or bool(entry.evict) or traits.draws or traits.has_statistics  # recipes read what they save
     is_recipe = (
         traits.is_repeatable
@@ -101,6 +118,15 @@ def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Fra
     for handle in saved:
         tape.settle_handle(handle, call)
     return result
+
+
+def _look_at_input(tape: Tape, func: Any, args: Any, kwargs: Any, caller: FrameType) -> tuple[str, Form | None]:
+    """Whether the call may write its result over its first argument (see core.trace.Call.in_place), and the call that does; '' and None
+    where there is none."""
+    form = in_place_form(func, args, kwargs)
+    if form is None:
+        return "", None
+    return why_not((func, args, kwargs), cell_if_known(tape, args[0]), caller), form
 
 
 def _note_statistics(tape: Tape, call: Call, values: list[torch.Tensor], statistics: tuple[torch.Tensor, ...]) -> bool:

@@ -21,6 +21,7 @@ from memfit.engine.aside import Aside
 from memfit.engine.cell import Call, Cell, Handle, view_of
 from memfit.engine.filing import forget_dead, unpin_all, unpin_dead
 from memfit.engine.fingerprint import fingerprint
+from memfit.engine.frames import learn_counts
 from memfit.engine.handles import pack_saved, unpack_saved
 from memfit.engine.need import add_need, drop_need, let_go
 from memfit.engine.observing import Counts, Observer
@@ -82,6 +83,9 @@ class Tape(TorchFunctionMode):
         saved = torch.autograd.graph.saved_tensors_hooks(self.pack_hook, partial(unpack_saved, self))
         self.__enter__()
         saved.__enter__()
+        self.paused += 1
+        learn_counts()
+        self.paused -= 1
         self._undo = [
             before.remove,
             after.remove,

@@ -10,7 +10,6 @@ module's call no loop is a step (`loops`), so only the place is looked for, and 
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import sys
 import threading
@@ -22,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.engine.cell import StorageRef
+from memfit.engine.frames import read_locals
 from memfit.engine.need import tensors_in
 from memfit.engine.private import backward_number, only_views
 from memfit.measurement.loops import BACKWARD, LoopFinder
@@ -254,16 +254,6 @@ def place_of(code: CodeType, offset: int) -> tuple[str, int]:
     """File and line of an instruction."""
     line = next((line for start, end, line in code.co_lines() if start <= offset < end and line), code.co_firstlineno)
     return code.co_filename, line
-
-
-def read_locals(frame: Any) -> dict[str, Any]:
-    """The frame's local names, without the copy that Python before 3.13 leaves in the frame and that would keep them alive."""
-    names = frame.f_locals
-    copy = dict(names)
-    is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED  # elsewhere f_locals is the namespace itself
-    if sys.version_info < (3, 13) and is_function and sys.getrefcount(names) <= 3:  # else the program has called locals()
-        names.clear()
-    return copy
 
 
 def line_text(path: str, line: int) -> str:

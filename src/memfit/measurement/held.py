@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from memfit.core.liveness import DeadName
+from memfit.engine.frames import read_locals
 from memfit.engine.location import is_library
-from memfit.measurement.births import read_locals
 from memfit.measurement.holders import Chain, Heap, find_holders, take_heap
 
 START, PEAK = "start", "peak"

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from memfit.measurement.births import has_storage, read_locals
+from memfit.engine.frames import read_locals
+from memfit.measurement.births import has_storage
 from memfit.measurement.graphs import Graph, grad_of, has_graph, saved_storages, walk
 from memfit.measurement.loops import LoopFinder, Token
 from memfit.measurement.naming import CACHE, join_words, key_in, name_edges

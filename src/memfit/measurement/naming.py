@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit.measurement.births import read_locals
+from memfit.engine.frames import read_locals
 from memfit.measurement.graphs import grad_of
 
 _REGISTRIES = ("._parameters", "._buffers", "._modules")

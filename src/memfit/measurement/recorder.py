@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core import trace as core
+from memfit.core.inplace import SAVES_INPUT
 from memfit.core.liveness import DeadName
 from memfit.engine import normalising, packing
 from memfit.engine.cell import Call, Cell, Handle, PackedCell, StorageRef
@@ -108,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self._handle_rows: list[tuple[int, int]] = []
         self._handle_storage: dict[int, _Storage] = {}
         self._current: dict[str, Any] | None = None
+        self._overwritten: list[_Storage] = []  # let go of by calls in place; told at the next look
         self._estimates: dict[Any, int] = {}
         self._collections = CollectionWatch(lambda: self.live_bytes)
         self._emptyings = EmptyingWatch(backend.process_bytes)
@@ -365,6 +367,8 @@ class Recorder(TorchDispatchMode):
 
     def _poll(self) -> None:
         """Which saved storages has the program let go of since the last look? (Handles keep them alive, so nothing tells us.)"""
+        self._events += [(core.RELEASE, watched.index) for watched in self._overwritten]
+        self._overwritten.clear()
         for index, watched in list(self._waiting.items()):
             storage = watched.ref()
             if storage is not None and num_holders(storage) <= len(watched.handles):
@@ -507,6 +511,9 @@ class Recorder(TorchDispatchMode):
         index = len(self._calls)
         self._calls.append(call)
         self._events[current["begin_event"]] = (core.BEGIN, index)  # a part may have come between
+        inputs = tuple(dict.fromkeys(self._cell_row(cell, -1) for cell in call.inputs))
+        if call.is_overwriting:
+            self._take_over(call, cells)
         own = [cell for cell in cells if cell.call is call or cell.call is None]
         for cell in own:
             self._cell_row(cell, index)
@@ -525,19 +532,37 @@ class Recorder(TorchDispatchMode):
                 "module": call.module,
                 "location": call.location,
                 "seconds": seconds,
-                "inputs": tuple(dict.fromkeys(self._cell_row(cell, -1) for cell in call.inputs)),
+                "inputs": inputs,
                 "outputs": tuple(self._cells[cell] for cell in cells if cell.call is call),
                 "extra_bytes": extra_bytes,
+                "in_place": call.in_place,
             }
         )
         self._events.append((core.END, index))
         self._overhead_seconds += time.perf_counter() - entered
+
+    def _take_over(self, call: Call, cells: list[Cell]) -> None:
+        """A plan has made the call overwrite its input. The trace is that of the plain step: there the result is a storage of its own,
+        and the program lets go of the input, which nobody reads, when the call is over."""
+        cell = next((each for each in cells if each.position == "mut0"), None)
+        old = self._watched.get(cell.ref.key) if cell is not None else None
+        if cell is None or old is None or cell.call is None:
+            return
+        new = _Storage(len(self._storages), old.nbytes, old.kind, False)
+        new.module, new.location, new.ref = call.module, call.location, old.ref
+        self._storages.append(new)
+        self._watched[cell.ref.key] = new
+        self._waiting.pop(old.index, None)
+        old.released = True
+        self._overwritten.append(old)
+        self._events.append((core.ALLOC, new.index))
 
     def _cell_row(self, cell: Cell, call: int) -> int:
         index = self._cells.get(cell)
         if index is None:
             index = self._cells[cell] = len(self._cell_rows)
             is_recipe = cell.call is not None and call >= 0
+            is_result = is_recipe and cell.position == "mut0" and cell.call is not None and cell.call.is_overwriting
             watched = self._storage_of(cell)
             if not watched.persistent and not watched.released:
                 self._waiting[watched.index] = watched
@@ -545,8 +570,8 @@ class Recorder(TorchDispatchMode):
                 {
                     "storage": watched.index,
                     "call": call if is_recipe else -1,
-                    "position": cell.position if is_recipe else "",
-                    "previous": self._cells.get(cell.previous, -1) if cell.previous is not None else -1,
+                    "position": ("out0" if is_result else cell.position) if is_recipe else "",
+                    "previous": self._cells.get(cell.previous, -1) if cell.previous is not None and not is_result else -1,
                     "evictable": is_recipe,
                 }
             )
@@ -574,8 +599,11 @@ class Recorder(TorchDispatchMode):
         index = len(self._handle_rows)
         self._handles[id(handle)] = index
         saving_call = len(self._calls) - 1 if call is not None and self._calls and self._calls[-1] is call else -1
-        self._handle_rows.append((row, saving_call))
         watched = self._storages[self._cell_rows[row]["storage"]]
+        if call is not None and call.is_overwriting and handle.cell.call is call and call.func.__name__ in SAVES_INPUT:
+            assert handle.cell.previous is not None
+            row = self._cell_row(handle.cell.previous, -1)  # what it saves out of place
+        self._handle_rows.append((row, saving_call))
         self._handle_storage[index] = watched
         watched.handles.add(index)
         if watched.kind == "temporary":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from memfit.measurement.births import read_locals
+from memfit.engine.frames import read_locals
 from memfit.measurement.loops import Loop, LoopFinder, Token
 
 _MAX_RETURNED = 64

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 from memfit.core.breakdown import bytes_by
 from memfit.core.errors import BudgetError, PlanError
+from memfit.core.inplace import edit, propose
 from memfit.core.plan import Plan
 from memfit.core.precision import suggest
-from memfit.core.replay import Replay
+from memfit.core.replay import Replay, Replayer
 from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.trace import Trace
 from memfit.planner.bound import lower_bound_seconds
 from memfit.planner.exhaustive import solve_exhaustively
 from memfit.planner.frontier import pareto, pick
 from memfit.planner.moves import find_untouched, moves_of
+from memfit.planner.overwriting import helps, in_place_moves, leave_out_idle, note_proposals
 from memfit.planner.problem import Choice, OnProgress, Problem
 from memfit.planner.sweep import find_low_choices, solve_sweep
 
@@ -66,35 +68,68 @@ def plan(
     """The quickest plan found whose predicted peak leaves `margin_bytes` of the budget free; no moves where the step fits as it is.
 
     Where the step fits that is found out quickly, and floor_bytes is then a budget that can be served, if not the
-    smallest. For several budgets of one trace, pass the `frontier` of `find_frontier`. A larger budget never gives a
-    slower plan. Raises BudgetError with `needed_bytes` if nothing fits.
+    smallest. For several budgets of one trace, pass the `frontier` of `find_frontier`, of which calls in place are no part. A
+    larger budget never gives a slower plan. Raises BudgetError with `needed_bytes` if nothing fits.
     """
     room_bytes = budget_bytes - margin_bytes
-    frontier = frontier or _frontier_if_it_fits(trace, room_bytes) or find_frontier(trace, solver, progress)
-    problem = frontier.problem
-    choice = pick(list(frontier.choices), room_bytes)
-    if choice is None:
-        raise _too_small(trace, frontier, budget_bytes, margin_bytes)
-    result = problem.replayer.run(choice.evict, choice.pin)
-    assert result.peak_bytes == choice.peak_bytes
-    moves = moves_of(trace, result, choice.evict, choice.pin)
+    fitting = frontier or _frontier_if_it_fits(trace, room_bytes)
+    ways = [Way(fitting)] if fitting is not None else _find_ways(trace, room_bytes, solver, progress)
+    found = [(choice.seconds, len(way.calls), number) for number, way in enumerate(ways) if (choice := way.pick(room_bytes))]
+    if not found:
+        lowest = min(ways, key=lambda way: way.frontier.floor_bytes)
+        raise _too_small(lowest.frontier.problem.trace, lowest.frontier, budget_bytes, margin_bytes)
+    way = ways[min(found)[2]]
+    choice = way.pick(room_bytes)
+    assert choice is not None
+    calls = leave_out_idle(trace, way.calls, choice, room_bytes)
+    edited = edit(trace, calls) if calls else trace
+    problem = way.frontier.problem
+    result = Replayer(edited).run(choice.evict, choice.pin)
+    assert result.peak_bytes <= room_bytes
+    eager = Replayer(trace).run() if calls else problem.eager
+    moves = (*in_place_moves(trace, calls), *moves_of(edited, result, choice.evict, choice.pin))
+    note = None if calls or not choice.evict else note_proposals(trace)
     return Plan(
         budget_bytes=budget_bytes,
-        eager_peak_bytes=problem.eager.peak_bytes,
+        eager_peak_bytes=eager.peak_bytes,
         predicted_peak_bytes=result.peak_bytes,
-        floor_bytes=_with_margin(frontier.floor_bytes, margin_bytes),
+        floor_bytes=_with_margin(min(way.frontier.floor_bytes for way in ways), margin_bytes),
         moves=moves,
         extra_seconds=result.extra_seconds,
-        lower_bound_seconds=min(lower_bound_seconds(problem, room_bytes), result.extra_seconds),
+        lower_bound_seconds=min(*(lower_bound_seconds(way.frontier.problem, room_bytes) for way in ways), result.extra_seconds),
         eager_seconds=trace.step_seconds,
-        peak_phase=problem.eager.peak_phase,
+        peak_phase=eager.peak_phase,
         device=trace.device,
-        solver=frontier.solver,
+        solver=way.frontier.solver,
         signature=str(trace.meta.get("signature", "")),
-        notes=_notes(trace, problem, result, frontier),
+        notes=(*_notes(edited, problem, result, way.frontier), *([note] if note else [])),
         untouched=find_untouched(trace, moves),
         precision=str(trace.meta.get("precision", "")),
     )
+
+
+@dataclass(frozen=True)
+class Way:
+    """The choices with some calls in place: `frontier` is of the step so edited."""
+
+    frontier: Frontier
+    calls: tuple[int, ...] = ()
+
+    def pick(self, room_bytes: int) -> Choice | None:
+        return pick(list(self.frontier.choices), room_bytes)
+
+
+def _find_ways(trace: Trace, room_bytes: int, solver: str | Solver, progress: OnProgress | None) -> list[Way]:
+    """The step as it is, and with all in place that may be. A call in place costs no time, but what it overwrites can be kept for no
+    recipe. So both are planned, unless one alone is clearly best, whatever the budget."""
+    calls = tuple(propose(trace))
+    edited = edit(trace, calls) if calls else trace
+    if calls and (fitting := _frontier_if_it_fits(edited, room_bytes)):
+        return [Way(fitting, calls)]
+    plain = find_frontier(trace, solver, progress)
+    if not calls or not helps(edited, plain.choices):
+        return [Way(plain)]
+    return [Way(plain), Way(find_frontier(edited, solver, progress), calls)]
 
 
 def check(trace: Trace, budget_bytes: int, *, margin_bytes: int = 0) -> None:

@@ -17,7 +17,7 @@ _ENOUGH_CELLS = 4  # a block smaller than this is told as part of the one around
 def moves_of(trace: Trace, result: Replay, evict: frozenset[int], pin: frozenset[int]) -> tuple[Move, ...]:
     """The recompute moves for the cells; `result` is their replay. Their seconds add up to its extra seconds."""
     cells = sorted(evict | pin, key=lambda cell: (trace.cells[cell].call, cell))
-    places = _places([trace.calls[trace.cells[cell].call].module for cell in cells])
+    places = places_of([trace.calls[trace.cells[cell].call].module for cell in cells])
     groups: dict[str, list[int]] = defaultdict(list)
     for cell, place in zip(cells, places, strict=True):
         groups[place].append(cell)
@@ -62,7 +62,7 @@ def find_untouched(trace: Trace, moves: tuple[Move, ...]) -> tuple[str, ...]:
     return tuple(name for name in seen if name not in planned and name.rpartition("#")[0] in modules)
 
 
-def _places(modules: list[str]) -> list[str]:
+def places_of(modules: list[str]) -> list[str]:
     """For each module path the block to tell it under: 'encoder.layer.3' for 'encoder.layer.3.attention.dropout'.
 
     The deepest numbered prefix that gathers enough of the paths, else the deepest prefix that does, else ''.

@@ -35,6 +35,7 @@ from memfit.core.replay import replay
 from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.steady import FREED, GRADIENTS, steady
 from memfit.core.trace import Trace
+from memfit.engine.observing import Counts
 from memfit.engine.private import is_on_top, stacks
 from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
@@ -47,7 +48,7 @@ from memfit.runtime.holdings import Holdings, check_parallel, check_signature, d
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.runtime.precision import Precision
 from memfit.runtime.watch import SizeWatch
-from memfit.techniques import recompute
+from memfit.techniques import inplace, recompute
 from memfit.techniques.release import releases
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -341,7 +342,8 @@ class Session:
         if self.plan is not None and self.plan.moves and self._is_installed:
             self._num_planned += 1
             self._count_verified()
-        if self._is_given and self.plan is not None and self.plan.moves and not self._tape.counts.num_evicted:
+        counts = self._tape.counts
+        if self._is_given and self.plan is not None and self.plan.moves and not counts.num_evicted + counts.num_overwritten:
             self._optimizers.forget_leader()
             self._restart("nothing of what the plan names was there, so it was made for another program")
         elif was_measured:
@@ -585,6 +587,7 @@ class Session:
         self._watch.is_learning = False
         self._ever_installed = self._ever_installed or bool(plan.moves)
         recompute.apply(self._tape, plan.moves, plan.untouched)
+        inplace.apply(self._tape, plan.moves, plan.untouched)
         self._tape.verify = bool(plan.moves) and self._verify != "off"
 
     def _set_device(self, optimizer: torch.optim.Optimizer) -> None:
@@ -673,7 +676,7 @@ class Session:
             ),
             eager_bytes_by_kind=bytes_by(trace, eager, "kind") if trace is not None and eager is not None else {},
             bytes_by_kind=self._peak_by_kind if is_measured else {},
-            messages=(*self._about_precision(trace), *self.messages),
+            messages=(*self._about_precision(trace), *self.messages, *_about_overwriting(counts)),
             exit_reason=self._ending[0],
             error=self._ending[1],
             device=self._device.type,
@@ -724,6 +727,15 @@ _OF_A_PROGRAM = (
     "planned_peak_bytes", "eager_peak_bytes", "predicted_peak_bytes", "floor_bytes", "step_seconds", "eager_step_seconds",
     "predicted_step_seconds", "moves", "eager_bytes_by_kind",
 )  # fmt: skip
+
+
+def _about_overwriting(counts: Counts) -> list[str]:
+    if not counts.num_overwritten + counts.num_not_overwritten:
+        return []
+    refused = (
+        f"; {counts.num_not_overwritten} could not at that moment and ran as written" if counts.num_not_overwritten else ""
+    )
+    return [f"{counts.num_overwritten} calls wrote their result over their input{refused}."]
 
 
 def _exit_reason(error: BaseException | None) -> str:

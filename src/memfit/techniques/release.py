@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from memfit.core.liveness import DeadName, Death, find_deaths
+from memfit.core.liveness import LET_GO, DeadName, Death, find_deaths
 from memfit.core.unseen import find_unseen_read
 from memfit.engine.private import base_of
 
-NAME, MAY = "__memfit_let_go__", "__memfit_may_let_go__"  # what a loaded module calls, among its globals
+NAME, MAY = LET_GO, "__memfit_may_let_go__"  # what a loaded module calls, among its globals
 
 KEEP = "keep"  # change nothing
 NOTE = "note"  # change nothing, but say which names are dead
