@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,15 @@ HEADER = (
 )
 
 
-def measure(bench: Bench, budgets: list[int]) -> list[Row]:
+def measure(bench: Bench, budgets: list[int]) -> Iterator[Row]:
     """Plain eager, checkpointing, and memfit at checkpointing's peak, at each budget and at its smallest."""
-    rows = [eager_row(bench), bench.measure(HF_CHECKPOINT)]
-    at_checkpoint = [(rows[1]["peak_bytes"], AT_CHECKPOINT)] if "error" not in rows[1] else []
+    yield eager_row(bench)
+    checkpoint = bench.measure(HF_CHECKPOINT)
+    yield checkpoint
+    at_checkpoint = [(checkpoint["peak_bytes"], AT_CHECKPOINT)] if "error" not in checkpoint else []
     for budget_bytes, label in (*at_checkpoint, *((each, "") for each in budgets)):
-        rows.append(bench.measure(MEMFIT, budget_bytes, label))
-    return [*rows, bench.measure_floor()]
+        yield bench.measure(MEMFIT, budget_bytes, label)
+    yield bench.measure_floor()
 
 
 def eager_row(bench: Bench) -> Row:
@@ -150,22 +153,22 @@ def main() -> int:
 
     start = time.monotonic()
     workload = make_bert_workload(args.size, args.batch, args.length)
+    rows: list[Row] = []
     with Bench(workload, num_pairs=args.steps, num_threads=args.threads, timeout_seconds=args.timeout) as bench:
         print(f"plain eager: {_gb(bench.eager.peak)} GB at the peak", file=sys.stderr, flush=True)
-        rows = measure(bench, budgets)
-    checkpoint = rows[1]
-    for row in rows:
-        if row["variant"] == MEMFIT:
-            row["share_of_checkpoint_extra_time"] = share_of_extra_time(row, checkpoint, args.clock)
-    document = {
-        "format": "memfit-headline",
-        "version": 1,
-        "clock": args.clock,
-        **describe_machine((*PACKAGES, "transformers"), args.threads),
-        "run_seconds": round(time.monotonic() - start),
-        "rows": rows,
-    }
-    write_json(args.output, document)
+        for row in measure(bench, budgets):
+            rows.append(row)
+            if row["variant"] == MEMFIT:
+                row["share_of_checkpoint_extra_time"] = share_of_extra_time(row, rows[1], args.clock)
+            document = {
+                "format": "memfit-headline",
+                "version": 1,
+                "clock": args.clock,
+                **describe_machine((*PACKAGES, "transformers"), args.threads),
+                "run_seconds": round(time.monotonic() - start),
+                "rows": rows,
+            }
+            write_json(args.output, document)  # after each, so that a run cut short is no run lost
     text = draw(document)
     args.output.with_suffix(".md").write_text(text, encoding="utf-8")
     draw_curves(args.output)
