@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,15 @@ HEADER = (
 )
 
 
-def measure(bench: Bench, budgets: list[int]) -> list[Row]:
+def measure(bench: Bench, budgets: list[int]) -> Iterator[Row]:
     """Plain eager, checkpointing, and memfit at checkpointing's peak, at each budget and at its smallest."""
-    rows = [eager_row(bench), bench.measure(HF_CHECKPOINT)]
-    at_checkpoint = [(rows[1]["peak_bytes"], AT_CHECKPOINT)] if "error" not in rows[1] else []
+    yield eager_row(bench)
+    checkpoint = bench.measure(HF_CHECKPOINT)
+    yield checkpoint
+    at_checkpoint = [(checkpoint["peak_bytes"], AT_CHECKPOINT)] if "error" not in checkpoint else []
     for budget_bytes, label in (*at_checkpoint, *((each, "") for each in budgets)):
-        rows.append(bench.measure(MEMFIT, budget_bytes, label))
-    return [*rows, bench.measure_floor()]
+        yield bench.measure(MEMFIT, budget_bytes, label)
+    yield bench.measure_floor()
 
 
 def eager_row(bench: Bench) -> Row:
@@ -68,24 +71,25 @@ def eager_row(bench: Bench) -> Row:
     }
 
 
-def share_of_extra_time(row: Row, checkpoint: Row) -> float | None:
-    """A row's extra wall time over plain eager as a share of checkpointing's; None where one of the two is not there.
+def share_of_extra_time(row: Row, checkpoint: Row, clock: str = "wall") -> float | None:
+    """A row's extra time over plain eager as a share of checkpointing's; None where one of the two is not there.
 
     >>> share_of_extra_time({"wall_time_ratio": 1.05}, {"wall_time_ratio": 1.2})
     0.25
     """
-    if "error" in row or "error" in checkpoint or checkpoint["wall_time_ratio"] <= 1:
+    ratio = f"{clock}_time_ratio"
+    if "error" in row or "error" in checkpoint or checkpoint[ratio] <= 1:
         return None
-    return round((row["wall_time_ratio"] - 1) / (checkpoint["wall_time_ratio"] - 1), 3)
+    return round((row[ratio] - 1) / (checkpoint[ratio] - 1), 3)
 
 
-def find_aims(rows: list[Row], checkpoint: Row) -> list[str]:
+def find_aims(rows: list[Row], checkpoint: Row, clock: str = "wall") -> list[str]:
     """Of each aim that the rows can show: reached or missed, with the number."""
     sentences = []
     for row in rows:
         if row["variant"] != MEMFIT:
             continue
-        share = share_of_extra_time(row, checkpoint)
+        share = share_of_extra_time(row, checkpoint, clock)
         aimed = 1.0 if row["label"] == AT_CHECKPOINT else AIMED_SHARES.get(row["budget_bytes"])
         if aimed is not None:
             found = "nothing to compare" if share is None else f"{share:.2f} of checkpointing's extra time"
@@ -98,16 +102,18 @@ def find_aims(rows: list[Row], checkpoint: Row) -> list[str]:
     return sentences
 
 
-def draw_line(row: Row, checkpoint: Row) -> str:
+def draw_line(row: Row, checkpoint: Row, clock: str = "wall") -> str:
     """One line of the Markdown table."""
     start = f"| {row['variant']}{', ' + row['label'] if row['label'] else ''} | {_gb(row['budget_bytes'])} "
     if "error" in row:
         return start + f"| – | – | – | – | – | {row['error']} |"
-    share = share_of_extra_time(row, checkpoint) if row["variant"] == MEMFIT else None
-    seconds = f"{row['wall_seconds']:.2f} ({row['eager_wall_seconds']:.2f})" if "wall_seconds" in row else "–"
+    share = share_of_extra_time(row, checkpoint, clock) if row["variant"] == MEMFIT else None
+    seconds = "–"
+    if f"{clock}_seconds" in row:
+        seconds = f"{row[f'{clock}_seconds']:.2f} ({row[f'eager_{clock}_seconds']:.2f})"
     return start + (
         f"| {_gb(row['peak_bytes'])}{'' if row['within_budget'] else ' **over**'} | {_gb(row['activation_bytes'])} | {seconds} "
-        f"| {row['wall_time_ratio']:.2f} | {'–' if share is None else f'{share:.2f}'} | {describe_equality(row)} |"
+        f"| {row[f'{clock}_time_ratio']:.2f} | {'–' if share is None else f'{share:.2f}'} | {describe_equality(row)} |"
     )
 
 
@@ -115,8 +121,10 @@ def draw(document: dict[str, Any]) -> str:
     """The whole result as Markdown."""
     rows = document["rows"]
     checkpoint = next(row for row in rows if row["variant"] == HF_CHECKPOINT)
-    lines = [draw_machine(document), "", f"{rows[0]['workload']}", "", HEADER, *(draw_line(row, checkpoint) for row in rows)]
-    lines += ["", "Aims (of the full size):", *(f"- {each}" for each in find_aims(rows, checkpoint))]
+    clock = document["clock"]
+    about = f"{rows[0]['workload']}, {'wall time' if clock == 'wall' else 'CPU time of all threads'}"
+    lines = [draw_machine(document), "", about, "", HEADER, *(draw_line(row, checkpoint, clock) for row in rows)]
+    lines += ["", "Aims (of the full size):", *(f"- {each}" for each in find_aims(rows, checkpoint, clock))]
     told = [f"- {row['label'] or _gb(row['budget_bytes']) + ' GB'}: {each}" for row in rows for each in row.get("messages", ())]
     if told:
         lines += ["", "What memfit said:", *told]
@@ -135,6 +143,9 @@ def main() -> int:
     parser.add_argument("--budgets", default=BUDGETS, help="comma-separated (default: %(default)s)")
     parser.add_argument("--steps", type=int, choices=(1, 2, 3), default=2, help="timed pairs of steps after one to warm up")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of PyTorch (default: all cores, %(default)s)")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: where the machine is shared (default: wall)"
+    )
     parser.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds a row may take (default: %(default)g)")
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSON; Markdown and a picture go beside it")
     args = parser.parse_args()
@@ -142,22 +153,22 @@ def main() -> int:
 
     start = time.monotonic()
     workload = make_bert_workload(args.size, args.batch, args.length)
+    rows: list[Row] = []
     with Bench(workload, num_pairs=args.steps, num_threads=args.threads, timeout_seconds=args.timeout) as bench:
         print(f"plain eager: {_gb(bench.eager.peak)} GB at the peak", file=sys.stderr, flush=True)
-        rows = measure(bench, budgets)
-    checkpoint = rows[1]
-    for row in rows:
-        if row["variant"] == MEMFIT:
-            row["share_of_checkpoint_extra_time"] = share_of_extra_time(row, checkpoint)
-    document = {
-        "format": "memfit-headline",
-        "version": 1,
-        "clock": "wall",
-        **describe_machine((*PACKAGES, "transformers"), args.threads),
-        "run_seconds": round(time.monotonic() - start),
-        "rows": rows,
-    }
-    write_json(args.output, document)
+        for row in measure(bench, budgets):
+            rows.append(row)
+            if row["variant"] == MEMFIT:
+                row["share_of_checkpoint_extra_time"] = share_of_extra_time(row, rows[1], args.clock)
+            document = {
+                "format": "memfit-headline",
+                "version": 1,
+                "clock": args.clock,
+                **describe_machine((*PACKAGES, "transformers"), args.threads),
+                "run_seconds": round(time.monotonic() - start),
+                "rows": rows,
+            }
+            write_json(args.output, document)  # after each, so that a run cut short is no run lost
     text = draw(document)
     args.output.with_suffix(".md").write_text(text, encoding="utf-8")
     draw_curves(args.output)
