@@ -110,7 +110,8 @@ class Relaxation:
             constraints=LinearConstraint(matrix, least, np.inf),
             bounds=Bounds(0, 1),
             integrality=np.full(num_variables, int(whole)),
-            options={"mip_rel_gap": gap} | ({} if most_nodes is None else {"node_limit": most_nodes}),
+            # Undoing HiGHS's presolve can miss its own tolerance; it then says so on the program's standard output.
+            options={"mip_rel_gap": gap, "presolve": False} | ({} if most_nodes is None else {"node_limit": most_nodes}),
         )
         if found.x is None:
             return None
