@@ -9,6 +9,12 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True, scope="session")
+def lazy_imports() -> None:
+    """torch registers atexit functions when an optimizer is first made; in a script run in this process they would keep all of its variables."""
+    torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1).step()
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """One thread (workspaces depend on it), and what is here already left out of the collector's and the oracle's looking."""

@@ -185,7 +185,7 @@ class Tape(TorchFunctionMode):
                 unpin_dead(self)
             self._aside.come_back()
             self.places.begin_root()
-        self.places.enter(module)
+        self.enter_module(module)
 
     def enter_module(self, module: torch.nn.Module) -> None:
         """A module's forward pass begins."""

@@ -42,18 +42,7 @@ READS = "total += loss.item()"
 SUMS = "accuracy = (hidden.tanh() * hidden).mean(); hits += accuracy\n        total += loss"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def lazy_imports() -> None:
-    """torch registers atexit functions when an optimizer is first made; in a script they would keep all of its variables."""
-    torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1).step()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def trace(folder: Path, source: str) -> Trace:
