@@ -113,12 +113,12 @@ class Scripts:
         ran = api.run_script(path, list(args), **options)
         return self.capsys.readouterr().out, ran
 
-    def budget(self, share: float, path: str, *args: str) -> int:
-        """This share of the script's own peak, and what other tests have left in this process on top."""
+    def budget(self, share: float, path: str, *args: str, in_this_process: bool = True) -> int:
+        """This share of the script's own peak, and what other tests have left in this process on top, if the script runs in it."""
         sys.modules.pop("helper", None)
         elsewhere = live_bytes()
         peak = replay(api.trace_script(path, list(args))).peak_bytes
-        return int(share * (peak - elsewhere)) + live_bytes()
+        return int(share * (peak - elsewhere)) + (live_bytes() if in_this_process else 0)
 
     def compare(self, source: str, *args: str, share: float = 0.7, **options) -> ScriptRun:
         """Run the script plainly and within `share` of its peak; what it prints must be the same, within the budget."""

@@ -117,7 +117,7 @@ def test_spawned_workers_find_the_scripts_classes(tmp_path):
 def test_the_command_trains_in_the_budget_and_keeps_standard_output_clean(scripts, tmp_path):
     path = scripts.write(PLAIN)
     plain, _ = scripts.run_plain(path)
-    budget = scripts.budget(0.7, path)
+    budget = scripts.budget(0.7, path, in_this_process=False)
     ours = run(
         "-m",
         "memfit",
