@@ -153,9 +153,9 @@ def test_trace_plan_and_run_hand_their_files_on(scripts, tmp_path):
     assert (ours.returncode, ours.stdout) == (0, plain.stdout)
     result = Result.load(tmp_path / "out.json")
     assert result.num_planned_steps == 6  # the first one too
+    assert result.messages == ()
     assert result.moves == Plan.load(tmp_path / "plan.json").moves
     assert result.within_budget
-    assert result.messages == ()
 
 
 # ---- in this process ---------------------------------------------------------------------------------------------------
