@@ -323,7 +323,7 @@ if what == "trace":
     print(json.dumps([replay(trace).peak_bytes, replay(let_go_early(trace, dead_in(trace))).peak_bytes, names]))
 else:
     session = api.fit(None, None, 1 << 30)
-    ran = run_script(path, [], session, "bitwise", release=what == "release")
+    ran = run_script(path, [], session, release=what == "release")
     if ran.error:
         raise ran.error
     print(json.dumps([[replay(each).peak_bytes for each in session.traces], ran.result.messages, ran.result.let_go]))
