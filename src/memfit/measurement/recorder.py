@@ -29,7 +29,7 @@ from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, num_holders, pop_dispatch_mode, top_dispatch_mode, transform_level
 from memfit.measurement.backends import Backend
 from memfit.measurement.collecting import CollectionWatch, EmptyingWatch
-from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed, packing_bytes
+from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed, copied_bytes, packing_bytes
 from memfit.measurement.held import PEAK, START, Held, HolderWatch
 
 _LOSSES = frozenset(
@@ -430,9 +430,9 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _bytes_at_most(self, key: Any, nbytes: int) -> int:
-        """A quick guess on the high side, so that the answer is looked for only where it matters."""
+        """A quick guess on the high side, so that the answer is looked for only where it matters. (What reads nothing may make anything.)"""
         known = self.backend.known_workspace(key)
-        return 4 * nbytes if known is None else known
+        return known if known is not None else 8 * nbytes or self.limit_bytes + 1
 
     def _bytes_needed(self, func: Any, args: Any, kwargs: Any, key: Any) -> int:
         """Bytes the operation will take at its worst moment: as seen before, else by an estimate."""
@@ -440,7 +440,7 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return known
         if "convolution" not in str(func):
-            return bytes_needed(func, args, kwargs) + packing_bytes(func, args)
+            return bytes_needed(func, args, kwargs) + packing_bytes(func, args) + copied_bytes(func, args)
         if key not in self._estimates:
             make_room = self.make_room or (lambda num_bytes: None)
             self._estimates[key] = convolution_bytes_needed(func, args, kwargs, self.backend.probe, make_room)
