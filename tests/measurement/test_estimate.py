@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from memfit.measurement.backends import CpuBackend
-from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed, packing_bytes
+from memfit.measurement.estimate import bytes_needed, convolution_bytes_needed, copied_bytes, packing_bytes
 
 convolution = torch.ops.aten.convolution.default
 
@@ -53,3 +55,16 @@ def test_a_product_in_bfloat16_takes_no_more_than_its_result_and_the_room_asked_
     assert result <= taken <= result + packing_bytes(product, (left, right))
     assert packing_bytes(product, (left.float(), right.float())) == 0
     assert packing_bytes(torch.ops.aten.add.Tensor, (left, left)) == 0
+
+
+def test_waiting_for_the_processor_is_no_time_of_an_operation() -> None:
+    _, seconds, _ = CpuBackend().run(("sleep",), 0, lambda: time.sleep(0.2))
+    assert seconds < 0.05
+
+
+def test_a_batch_norms_backward_may_copy_its_gradient() -> None:
+    x, gradient = torch.randn(4, 8, 6, 6), torch.randn(4, 8, 6, 6)
+    mean, invstd = torch.zeros(8), torch.ones(8)
+    args = (gradient, x, torch.ones(8), mean, invstd, mean, invstd, True, 1e-5, [True, True, True])
+    assert copied_bytes(torch.ops.aten.native_batch_norm_backward.default, args) == gradient.nbytes
+    assert copied_bytes(torch.ops.aten.relu.default, (x,)) == 0

@@ -50,8 +50,12 @@ OVER = {
 @pytest.fixture(autouse=True)
 def _counted_time(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
+
+    def tick() -> float:
+        return float(next(ticks))
+
     for module in ("backends", "recorder"):
-        monkeypatch.setattr(f"memfit.measurement.{module}.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+        monkeypatch.setattr(f"memfit.measurement.{module}.time", SimpleNamespace(perf_counter=tick, thread_time=tick))
     monkeypatch.setattr(CpuBackend, "_workspaces", {})  # as in a process of its own
 
 

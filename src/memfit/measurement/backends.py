@@ -53,21 +53,23 @@ class Backend(Protocol):
 
 
 class CpuBackend:
+    """Seconds are those of the calling thread, so that other programs on the machine do not count in what a plan is made of."""
+
     name = "cpu"
     _workspaces: ClassVar[dict[Any, int]] = {}  # by operation and shapes, for the life of the process
 
     def run(self, key: Any, nbytes: int, run: Callable[[], Any]) -> tuple[Any, float, int]:
         if nbytes < _SMALL_BYTES and "convolution" not in str(key[0]):  # whose workspace may be far larger than what it reads
-            start = time.perf_counter()
-            return run(), time.perf_counter() - start, 0
+            start = time.thread_time()
+            return run(), time.thread_time() - start, 0
         known = self._workspaces.get(key)
         if known is not None or is_profiling():
-            start = time.perf_counter()
+            start = time.thread_time()
             result = run()
-            return result, time.perf_counter() - start, known or 0
-        start = time.perf_counter()
+            return result, time.thread_time() - start, known or 0
+        start = time.thread_time()
         result, deltas = run_with_allocations(run)
-        seconds = time.perf_counter() - start
+        seconds = time.thread_time() - start
         self._workspaces[key] = max(accumulate(deltas, initial=0))
         return result, seconds, self._workspaces[key]
 
