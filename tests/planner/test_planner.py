@@ -237,10 +237,10 @@ def test_the_bound_is_the_optimum_where_one_moment_decides():
     assert lower_bound_seconds(problem, 0) == float("inf")
 
 
-def test_plans_of_a_bert_encoder_are_within_three_per_cent_of_the_bound(bert, bert_frontier):
+def test_plans_of_a_bert_encoder_are_within_five_per_cent_of_the_bound(bert, bert_frontier):
     eager = bert_frontier.problem.eager.peak_bytes
     plans = [plan(bert, eager * percent // 100, frontier=bert_frontier) for percent in range(30, 100, 5)]
-    assert all(each.lower_bound_seconds <= each.extra_seconds <= 1.03 * each.lower_bound_seconds for each in plans)
+    assert all(each.lower_bound_seconds <= each.extra_seconds <= 1.05 * each.lower_bound_seconds for each in plans)
     assert sum(each.extra_seconds <= 1.0001 * each.lower_bound_seconds for each in plans) >= 3  # proved to be the best
 
 
