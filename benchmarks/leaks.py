@@ -33,6 +33,7 @@ import torch
 
 from lints import BEGIN as _LINTS_BEGIN
 from lints import END, Case, Outcome, run_memfit, run_preflight
+from machine import write_between
 from memfit import api
 from memfit.core import proof as core_proof
 from memfit.core.growth_file import from_document, to_document
@@ -289,9 +290,7 @@ def main() -> None:
             json.dumps({"torch": torch.__version__, "versions": versions, "rows": rows}, indent=1) + "\n"
         )
     if arguments.write:
-        page = arguments.write.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        arguments.write.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        write_between(arguments.write, BEGIN, END, table)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from machine import write_between
 from memfit.diagnosis.lints import check_paths
 
 BEGIN, END = "<!-- benchmarks/lints.py begin -->", "<!-- end -->"
@@ -163,9 +164,7 @@ def main() -> None:
     text = draw(outcomes, cases) + missing
     print(text)
     if args.write:
-        page = args.write.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        args.write.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        write_between(args.write, BEGIN, END, text)
 
 
 if __name__ == "__main__":

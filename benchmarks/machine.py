@@ -37,6 +37,12 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Put the text between two marks of a Markdown page, in place of what stands there."""
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
 def draw_machine(document: dict[str, Any]) -> str:
     """The head of a result file in one line."""
     about = ", ".join(f"{name} {version}" for name, version in document["versions"].items())

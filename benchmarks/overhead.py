@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import sys
 import time
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 import memfit
-from machine import describe_machine, draw_machine
+from machine import describe_machine, draw_machine, write_json
 from memfit.core.plan import Move
 from memfit.engine.tape import Tape
 from memfit.techniques import recompute
@@ -256,8 +255,7 @@ def main() -> int:
     text = draw(document)
     print(text)
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(args.output, document)
         args.output.with_suffix(".md").write_text(text, encoding="utf-8")
     return 0
 

@@ -39,7 +39,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch: the profiler els
 import torch
 
 import oracle
-from machine import describe_machine
+from machine import describe_machine, write_json
 from precision_table import BY_HAND, FLOAT32, HEADER, draw_convergence, draw_document, draw_row
 from workloads import WORKLOADS, Setup, Workload
 
@@ -299,8 +299,7 @@ def write(path: Path, rows: list[Row], convergence: list[Row]) -> None:
     rows = sorted([*kept, *({**row, "commit": machine["commit"]} for row in rows)], key=lambda row: row["workload"])
     document: dict[str, Any] = {"format": "memfit-precision-benchmark", "version": 2, **machine, "rows": rows}
     document["convergence"] = convergence or before.get("convergence", [])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(path, document)
     path.with_suffix(".md").write_text(draw_document(document, path.parent), encoding="utf-8")
 
 

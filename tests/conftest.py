@@ -16,12 +16,18 @@ def lazy_imports() -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """One thread (workspaces depend on it), and what is here already left out of the collector's and the oracle's looking."""
+def one_thread() -> Iterator[None]:
+    """Workspaces depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def alone(one_thread: None) -> Iterator[None]:
+    """One thread, and what is here already left out of the collector's and the oracle's looking."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
-    torch.set_num_threads(threads)

@@ -24,12 +24,7 @@ KIB, MIB = 1 << 10, 1 << 20
 NAME = DeadName("train.py", "f", "big", 4, (3,))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def find(tmp_path: Path, source: str) -> list:

@@ -29,13 +29,7 @@ STEP = """
 KIB = 1 << 10
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1).step()  # torch's lazy imports are no part of what is tested
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def find(folder: Path, source: str) -> list:

@@ -16,12 +16,7 @@ WIDTH = 64
 WEIGHT_BYTES = WIDTH * WIDTH * 4
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def measure(level, build, batch):

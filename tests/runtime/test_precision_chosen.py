@@ -24,12 +24,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH, BATCH = 64, 1024
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Training:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,17 +25,9 @@ from memfit.engine.tape import Tape
 from memfit.techniques import inplace
 from techniques.in_place import applied, everywhere, move_for, on_a_python_understood, sites_of, trace_of
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Workspaces depend on the number of threads; and what earlier tests left is not gone through at each measured step, which took
-    most of the time here."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures(
+    "alone"
+)  # else each measured step goes through what earlier tests left: most of the time here
 
 
 SPECIAL = [
@@ -524,7 +515,6 @@ def measured_peak(program: Program, calls: list[int] | None, trace: Any) -> int:
 
 
 @on_a_python_understood
-@pytest.mark.usefixtures("alone")
 def test_leaky_relu_in_place_holds_one_map_a_layer_less_and_relu_none() -> None:
     program = stack(lambda: nn.LeakyReLU(0.2))
     trace = trace_of(program, 2)
@@ -547,7 +537,6 @@ def test_leaky_relu_in_place_holds_one_map_a_layer_less_and_relu_none() -> None:
 
 
 @on_a_python_understood
-@pytest.mark.usefixtures("alone")
 def test_a_plan_takes_what_is_free_first_and_its_peak_is_the_measured_one() -> None:
     program = stack(lambda: nn.LeakyReLU(0.2))
     peak = replay(trace_of(program, 2)).peak_bytes
@@ -563,7 +552,6 @@ def test_a_plan_takes_what_is_free_first_and_its_peak_is_the_measured_one() -> N
 
 
 @on_a_python_understood
-@pytest.mark.usefixtures("alone")
 def test_a_step_measured_under_the_plan_has_the_trace_of_the_plain_step() -> None:
     program = stack(lambda: nn.LeakyReLU(0.2))
     expected = trace_of(program, 2)
@@ -587,7 +575,6 @@ def test_a_step_measured_under_the_plan_has_the_trace_of_the_plain_step() -> Non
 
 
 @on_a_python_understood
-@pytest.mark.usefixtures("alone")
 def test_taking_a_call_apart_undoes_the_edit_to_the_byte() -> None:
     trace = trace_of(stack(lambda: nn.LeakyReLU(0.2)), 2)
     call = propose(trace)[3]
@@ -598,7 +585,6 @@ def test_taking_a_call_apart_undoes_the_edit_to_the_byte() -> None:
     assert weigh(trace, again).held_bytes == 0
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_programs_own_calls_in_place_that_save_nothing_are_told() -> None:
     """ReLU's result is saved anyway and its input would be gone; of LeakyReLU a map is saved."""
     trace = trace_of(stack(lambda: nn.ReLU(inplace=True)), 2)
@@ -636,7 +622,6 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch, out_of_place: Callable[[],
 
 
 @on_a_python_understood
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("name", "activation"), [("W3", None), ("W3", nn.LeakyReLU), ("W4", nn.ReLU), ("W4", nn.LeakyReLU)])
 def test_in_place_and_recompute_hold_residual_and_u_nets_to_a_budget_bit_for_bit(
     name: str, activation: type[nn.Module] | None, monkeypatch: pytest.MonkeyPatch

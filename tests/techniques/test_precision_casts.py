@@ -17,12 +17,7 @@ WIDTH, DEPTH, BATCH = 256, 6, 8
 COPY_BYTES = WIDTH * WIDTH * 2
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Counting(TorchDispatchMode):

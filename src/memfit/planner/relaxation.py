@@ -86,6 +86,11 @@ class Relaxation:
         self._rows.append(([(variable, -size / _UNIT) for variable, size in sizes.items()], 0))  # the bytes: last
         storages = {problem.trace.cells[cell].storage for cell in self._moment.open_cells if self._is_movable(cell)}
         self._fixed_bytes = problem.eager.peak_bytes - sum(problem.trace.storages[each].nbytes for each in storages)
+        self._costs = np.zeros(len(self._in_memory) + len(self._runs_after))
+        self._costs[list(self._runs_after.values())] = problem.seconds[list(self._runs_after)]
+        terms = [(row, *term) for row, (row_terms, _) in enumerate(self._rows) for term in row_terms]
+        places = [[term[0] for term in terms], [term[1] for term in terms]]
+        self._matrix = csr_array(([term[2] for term in terms], places), shape=(len(self._rows), len(self._costs)))
 
     def minimise(
         self, room_bytes: int, *, whole: bool = False, gap: float = 0.0, most_nodes: int | None = None
@@ -95,21 +100,15 @@ class Relaxation:
         whole: no fractions, so that the cells are a choice; found to within the share `gap` of the best, or as the best of
         `most_nodes` nodes of the search.
         """
-        num_variables = len(self._in_memory) + len(self._runs_after)
-        if not num_variables:
+        if not len(self._costs):
             return Relaxed(0.0, 0.0, frozenset(), frozenset()) if self._fixed_bytes <= room_bytes else None
-        costs = np.zeros(num_variables)
-        costs[list(self._runs_after.values())] = self.problem.seconds[list(self._runs_after)]
         least = np.array([bound for _, bound in self._rows], dtype=float)
         least[-1] = -(room_bytes - self._fixed_bytes) / _UNIT
-        terms = [(row, *term) for row, (row_terms, _) in enumerate(self._rows) for term in row_terms]
-        rows, columns, values = zip(*terms, strict=True)
-        matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), num_variables))
         found = milp(
-            costs,
-            constraints=LinearConstraint(matrix, least, np.inf),
+            self._costs,
+            constraints=LinearConstraint(self._matrix, least, np.inf),
             bounds=Bounds(0, 1),
-            integrality=np.full(num_variables, int(whole)),
+            integrality=np.full(len(self._costs), int(whole)),
             # Undoing HiGHS's presolve can miss its own tolerance; it then says so on the program's standard output.
             options={"mip_rel_gap": gap, "presolve": False} | ({} if most_nodes is None else {"node_limit": most_nodes}),
         )

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core.finding import Finding
 from memfit.core.sizes import format_size
+from memfit.engine.location import is_library
 
 CODE = "MF611"
-_SKIPPED = ("/torch/", "/memfit/")
 
 
 class _Casts(TorchDispatchMode):
@@ -78,7 +78,7 @@ def _is_autocast_on(module: torch.nn.Module) -> bool:
 def _user_place() -> tuple[str, int]:
     """File and line of the program's own call that runs now."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and any(part in frame.f_code.co_filename for part in _SKIPPED):
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
 
