@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from oracle import compare_digests
-from table import FLOOR, draw_row
+from table import FLOOR, PLANNED_FLOOR, draw_row
 from worker import EAGER, MEMFIT, StepBytes, Variant, VariantError
 from workloads import Workload
 
@@ -65,10 +65,12 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._partner.__exit__()
 
-    def measure(self, name: str, budget_bytes: int | None = None, label: str = "", num_pairs: int | None = None) -> Row:
-        """The row of one variant, in `rows` as well; with 'error' instead of numbers where it fails or refuses."""
+    def measure(
+        self, name: str, budget_bytes: int | None = None, label: str = "", num_pairs: int | None = None, *, is_planned: bool = False
+    ) -> Row:
+        """The row of one variant, in `rows` as well; with 'error' instead of numbers where it fails or refuses. is_planned: see Variant."""
         row: Row = {"workload": self.workload.name, "variant": name, "label": label, "budget_bytes": budget_bytes}
-        variant = Variant(self.workload, name, budget_bytes, self.num_threads, self.timeout_seconds)
+        variant = Variant(self.workload, name, budget_bytes, self.num_threads, self.timeout_seconds, is_planned)
         try:
             with variant:
                 row |= self._measure(variant, num_pairs or self.num_pairs)
@@ -99,6 +101,10 @@ class Bench:
             budget_bytes = row["needed_bytes"]
         return row
 
+    def measure_planned_floor(self) -> Row:
+        """The smallest plan there is, made from a trace of the step and followed from the first step on, in a budget of its size."""
+        return self.measure(MEMFIT, label=PLANNED_FLOOR, is_planned=True)
+
     def _measure(self, variant: Variant, num_pairs: int) -> Row:
         steps, digest = _trace(variant)
         differing = compare_digests(digest, self._digest)
@@ -109,13 +115,15 @@ class Bench:
             "peak_bytes": peak,
             "peak_of_eager": peak / self.eager.peak,
             "activation_bytes": steps[-1].activations,
-            "within_budget": variant.budget_bytes is None or peak <= variant.budget_bytes,
+            "within_budget": True,
             "equal": not differing,
             "num_parts_compared": len(digest),
             "differing": differing,
         }
         row |= self._time(variant, num_pairs)
         row |= variant.facts()
+        if variant.budget_bytes is not None or variant.is_planned:
+            row["within_budget"] = peak <= row.get("budget_bytes", variant.budget_bytes)
         if predicted := row.get("predicted_peak_bytes"):
             row["prediction_error"] = predicted / max(step.peak for step in steps[2:]) - 1  # settled from the third step on
         return row

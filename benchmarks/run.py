@@ -46,6 +46,7 @@ def measure_workload(name: str, *, quick: bool, timeout_seconds: float) -> list[
             for budget_bytes, label in choose_budgets(floor_bytes, bench.eager.peak, peaks, num_budgets):
                 if label != table.FLOOR:
                     bench.measure(MEMFIT, budget_bytes, label)
+        bench.measure_planned_floor()
     others = [row for row in bench.rows if row["variant"] != MEMFIT]
     ours = [row for row in bench.rows if row["variant"] == MEMFIT]
     return [*others, *sorted(ours, key=lambda row: -(row["budget_bytes"] or 0))]

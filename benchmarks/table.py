@@ -16,7 +16,7 @@ from machine import draw_machine
 from peers import CHECKPOINT
 from worker import EAGER, MEMFIT
 
-IDLE, FLOOR = "idle", "floor"
+IDLE, FLOOR, PLANNED_FLOOR = "idle", "floor", "floor, planned from a trace"
 MAX_TIME_RATIO, MAX_PREDICTION_ERROR = 1.5, 0.01
 SAME_PEAK = 0.001  # what a plan leaves free of its budget
 MIB = 1024**2

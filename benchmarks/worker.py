@@ -7,6 +7,7 @@ included; and so that nothing but the variant is in the memory that is counted.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import time
@@ -49,6 +50,7 @@ class Variant:
 
     workload: its `build` is a function of a module or a functools.partial of one, for it goes to another process.
     timeout_seconds: of the variant's whole life; past it the process is ended and VariantError raised. None: no limit.
+    is_planned: memfit follows, from its first step on, the smallest plan made from a trace of the step; `budget_bytes` is then the plan's.
     """
 
     workload: Workload
@@ -56,6 +58,7 @@ class Variant:
     budget_bytes: int | None = None
     num_threads: int = 1
     timeout_seconds: float | None = None
+    is_planned: bool = False
     _deadline: float | None = field(default=None, repr=False)
     _pipe: Any = field(default=None, repr=False)
     _process: Any = field(default=None, repr=False)
@@ -65,7 +68,7 @@ class Variant:
             self._deadline = time.monotonic() + self.timeout_seconds
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, self.workload, self.name, self.budget_bytes, self.num_threads)
+        arguments = (theirs, self.workload, self.name, self.budget_bytes, self.num_threads, self.is_planned)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -109,11 +112,12 @@ class Variant:
         return value
 
 
-def _serve(pipe: Connection, workload: Workload, name: str, budget_bytes: int | None, num_threads: int) -> None:
+def _serve(pipe: Connection, workload: Workload, name: str, budget_bytes: int | None, num_threads: int, is_planned: bool) -> None:
     torch.set_num_threads(num_threads)
     try:
-        setup = workload.make()
-        with _enter(setup, name, budget_bytes) as session:
+        plan = _plan_smallest(workload) if is_planned else None
+        setup = workload.make()  # seeds the generators: as if nothing had gone before
+        with _enter(setup, name, budget_bytes, plan) as session:
             for command, *arguments in iter(pipe.recv, "stop"):
                 pipe.send(("done", _obey(setup, session, command, *arguments)))
     except EOFError:
@@ -123,8 +127,26 @@ def _serve(pipe: Connection, workload: Workload, name: str, budget_bytes: int | 
             pipe.send(("error", (type(error).__name__, str(error), getattr(error, "needed_bytes", None))))
 
 
+def _plan_smallest(workload: Workload) -> Any:
+    """The plan for the smallest budget that `memfit trace` and `memfit plan` find for the workload's second step."""
+    import memfit
+    from memfit.core.sizes import slack_bytes
+    from memfit.planner import find_frontier, plan
+
+    setup = workload.make()
+    setup.step()  # the optimizer's state arrives
+    trace = memfit.trace(setup.step)
+    del setup
+    gc.collect()
+    frontier = find_frontier(trace)
+    floor_bytes = frontier.floor_bytes
+    while slack_bytes(floor_bytes) > floor_bytes - frontier.floor_bytes:
+        floor_bytes = frontier.floor_bytes + slack_bytes(floor_bytes)
+    return plan(trace, floor_bytes, margin_bytes=slack_bytes(floor_bytes), frontier=frontier)
+
+
 @contextlib.contextmanager
-def _enter(setup: Setup, name: str, budget_bytes: int | None) -> Iterator[Any]:
+def _enter(setup: Setup, name: str, budget_bytes: int | None, plan: Any) -> Iterator[Any]:
     if name != MEMFIT:
         if name != EAGER:
             peers.PEERS[name](setup)
@@ -132,7 +154,9 @@ def _enter(setup: Setup, name: str, budget_bytes: int | None) -> Iterator[Any]:
         return
     import memfit
 
-    with memfit.fit(setup.model, setup.optimizer, budget=budget_bytes) as session:
+    if plan is not None:
+        budget_bytes = plan.budget_bytes
+    with memfit.fit(setup.model, setup.optimizer, budget=budget_bytes, plan=plan) as session:
         yield session
 
 
@@ -157,6 +181,7 @@ def _step_without_clearing(setup: Setup) -> torch.Tensor:
 def _read_facts(session: Any) -> dict[str, Any]:
     result = session.result()
     return {
+        "budget_bytes": result.budget_bytes,
         "predicted_peak_bytes": result.predicted_peak_bytes,
         "own_peak_bytes": result.peak_bytes,
         "own_planned_peak_bytes": result.planned_peak_bytes,

@@ -1,8 +1,8 @@
 """Training runs compared bit for bit: the plain, unmodified run is the oracle for the same run on a tape that evicts.
 
 A program is a function without arguments that makes a Run. `evicted` runs it on a tape that lets saved tensors go:
-'now' (at once), 'late' (all, when backward is called), 'half' (a random half at once), 'mid' (at random moments, also
-inside calls, as the guard does). Everything is compared: loss, parameters, every gradient, buffers, optimizer state,
+'now' (at once), 'late' (all, when backward is called), 'half' (a random half at once; half of what calls make is transient),
+'mid' (at random moments, also inside calls, as the guard does). Everything is compared: loss, parameters, every gradient, buffers, optimizer state,
 random state.
 """
 
@@ -52,10 +52,17 @@ class EvictingTape(Tape):
 
     def settle_handle(self, handle: Handle, call: Call | None) -> None:
         super().settle_handle(handle, call)
+        if self._how == "half":
+            self._make_some_transient(handle, call)
         if self._how == "now" or (self._how == "half" and self.chance.random() < 0.5):
             self.evict_handle(handle)
         else:
             self._kept.append(weakref.ref(handle))
+
+    def _make_some_transient(self, handle: Handle, call: Call | None) -> None:
+        for cell in [handle.cell, *(ref() for ref in (call.outputs.values() if call is not None else ()))]:
+            if cell is not None:
+                cell.transient = self.chance.random() < 0.5
 
     def evict_some(self, share: float) -> None:
         kept, self._kept = self._kept, []

@@ -37,10 +37,10 @@ def test_the_headlines_aims_are_reached_or_missed_by_the_rows_at_their_budgets()
         "0.315 GB: at most 1: reached, 0.95 of checkpointing's extra time.",
         "3.200 GB: at most 0.8: **missed**, 0.85 of checkpointing's extra time.",
         "5.000 GB: at most 0.5: reached, 0.50 of checkpointing's extra time.",
-        "Smallest peak at most 2.400 GB: reached, 0.261 GB.",
+        "Smallest peak (floor) at most 2.400 GB: reached, 0.261 GB.",
     ]
     refused = {**floor, "error": "BudgetError: no", "peak_bytes": None}
-    assert headline.find_aims([refused], CHECKPOINT) == ["Smallest peak at most 2.400 GB: **missed**, – GB."]
+    assert headline.find_aims([refused], CHECKPOINT) == ["Smallest peak (floor) at most 2.400 GB: **missed**, – GB."]
 
 
 def test_a_model_that_is_refused_differs_or_is_over_is_told_and_a_right_one_is_not() -> None:

@@ -67,6 +67,33 @@ def test_a_shared_intermediate_is_computed_once_and_leaves_after_its_last_reader
     assert [result.live_bytes[index] for index in (first, second, third)] == [3, 3, 1]
 
 
+def test_a_transient_intermediate_is_computed_for_each_reader_and_waits_for_none():
+    trace = shared_source().trace()
+    result = replay(trace, evict={2, 3, 4}, transient={1})
+    assert (result.extra_seconds, result.calls) == (18.0, (0, 3, 0, 2, 0, 1))
+    ends = [index for index, (operation, _) in enumerate(trace.events) if operation == "drop"]
+    assert [result.live_bytes[index] for index in ends] == [1, 1, 1]  # the input alone
+
+
+def test_a_transient_saved_result_comes_back_for_the_one_behind_it_and_again_for_its_own_reader():
+    # Of a chain of three the first comes back on the way to the second, while the third's own gradient is not done.
+    trace = chain([4, 4, 4], [5.0, 7.0, 9.0])
+    kept = replay(trace, evict={1, 2})
+    assert (kept.peak_bytes, kept.calls, kept.extra_seconds) == (13, (0, 1), 12.0)
+    anew = replay(trace, evict={1, 2}, transient={1})
+    assert (anew.calls, anew.extra_seconds) == ((0, 1, 0), 17.0)
+    second = next(restore.event for restore in anew.restores)
+    assert (kept.live_bytes[second], anew.live_bytes[second]) == (13, 9)
+    assert anew.peak_bytes == 13  # both are there for a moment while the second is made from the first
+
+
+def test_a_transient_source_that_is_overwritten_comes_back_as_a_copy():
+    trace = in_place(with_reader=False).trace()
+    plain, passing = replay(trace, evict={2}), replay(trace, evict={2}, transient={1})
+    assert passing.calls == plain.calls
+    assert passing.extra_seconds == plain.extra_seconds
+
+
 def test_a_pin_nothing_needs_is_held_until_backward_begins():
     step = Step()
     first = step.call("f", [step.external(1, "input")], 3)
@@ -242,10 +269,12 @@ def test_the_quick_replay_and_the_full_one_agree_and_all_memory_comes_back(seed,
     trace = random_step(seed, num_calls)
     replayer = Replayer(trace)
     cells = [index for index, cell in enumerate(trace.cells) if cell.call >= 0]
-    chosen = data.draw(st.sets(st.sampled_from(cells)))
+    chosen, transient = data.draw(st.sets(st.sampled_from(cells))), data.draw(st.sets(st.sampled_from(cells)))
     evict = chosen & replayer.saved
-    result = replayer.run(evict, chosen - evict)
-    assert replayer.measure(evict, chosen - evict) == (result.peak_bytes, result.extra_seconds)
+    moves = evict, chosen - evict, transient
+    result = replayer.run(*moves)
+    assert replayer.measure(*moves) == (result.peak_bytes, result.extra_seconds)
+    assert set(replayer.waiting(*moves)).isdisjoint(transient - evict)
     assert result.live_bytes[-1] == replayer.run().live_bytes[-1]
     assert max(result.high_bytes) == result.peak_bytes == result.high_bytes[result.peak_event]
     assert sum(trace.storages[each].nbytes for each in result.holders) + result.workspace_bytes == result.peak_bytes
@@ -255,8 +284,8 @@ def test_the_quick_replay_and_the_full_one_agree_and_all_memory_comes_back(seed,
 def test_a_plan_names_cells_by_place_and_position():
     trace = shared_source().trace()
     assert cell_key(trace, 2) == "0|#0/1:exp|out0"
-    move = Move("recompute", "", (cell_key(trace, 2),), (cell_key(trace, 1),))
-    assert cells_of_plan(trace, Plan(40, 32, 20, 20, (move,))) == ({2}, {1})
+    move = Move("recompute", "", (cell_key(trace, 2),), (cell_key(trace, 1),), transient=(cell_key(trace, 2),))
+    assert cells_of_plan(trace, Plan(40, 32, 20, 20, (move,))) == ({2}, {1}, {2})
 
 
 def test_a_plan_for_another_model_is_refused_with_the_cell_it_names():

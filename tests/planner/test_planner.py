@@ -268,4 +268,4 @@ def test_another_solver_can_be_given_and_an_unknown_one_is_refused():
 def test_progress_is_told_while_planning(bert):
     told = []
     find_frontier(chain([4, 4, 4]), progress=lambda stage, done, total: told.append((stage, done, total)))
-    assert told == [("planning", number, 7) for number in range(7)]
+    assert told == [("planning", number, 8) for number in range(8)]

@@ -163,8 +163,8 @@ def test_the_simulated_step_under_a_plan_is_the_planned_step() -> None:
     plan = memfit.plan(trace, int(0.7 * replay(trace).peak_bytes))
     cells = cells_of_plan(trace, plan)
     assert cells[0]
-    for evict, pin in (((), ()), cells):
-        requests = Replayer(trace).requests(evict, pin)
+    for moved in ((), cells):
+        requests = Replayer(trace).requests(*moved)
         live = peak = 0
         sizes: dict[int, int] = {}
         for request in requests:
@@ -173,8 +173,8 @@ def test_the_simulated_step_under_a_plan_is_the_planned_step() -> None:
             sizes.update(request.made)
             live += sum(num_bytes for _, num_bytes in request.made)
             peak = max(peak, live, live + request.moment_bytes)
-        assert peak >= replay(trace, evict, pin).peak_bytes
-        assert peak <= 1.01 * replay(trace, evict, pin).peak_bytes
+        assert peak >= replay(trace, *moved).peak_bytes
+        assert peak <= 1.01 * replay(trace, *moved).peak_bytes
 
 
 class Scripted:

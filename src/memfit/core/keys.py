@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memfit.core.errors import PlanError
 from memfit.core.inplace import edit
 from memfit.core.plan import Plan
@@ -27,13 +29,20 @@ def edit_by_plan(trace: Trace, plan: Plan) -> Trace:
     return edit(trace, [known[place] for place in wanted])
 
 
-def cells_of_plan(trace: Trace, plan: Plan) -> tuple[frozenset[int], frozenset[int]]:
-    """The cells a plan evicts and pins in this trace (`edit_by_plan`'s, where it has calls in place). Raises PlanError if it names a cell the trace does not have."""
+class Cells(NamedTuple):
+    """What a plan evicts, pins and brings back for each reader anew, as `replay` takes it."""
+
+    evict: frozenset[int] = frozenset()
+    pin: frozenset[int] = frozenset()
+    transient: frozenset[int] = frozenset()
+
+
+def cells_of_plan(trace: Trace, plan: Plan) -> Cells:
+    """The cells a plan moves in this trace (`edit_by_plan`'s, where it has calls in place). Raises PlanError if it names a cell the trace does not have."""
     known = {cell_key(trace, index): index for index, cell in enumerate(trace.cells) if cell.call >= 0}
-    evict: set[int] = set()
-    pin: set[int] = set()
+    found: tuple[set[int], ...] = (set(), set(), set())
     for move in plan.moves:
-        for keys, cells in ((move.evict, evict), (move.pin, pin)):
+        for keys, cells in zip((move.evict, move.pin, move.transient), found, strict=True):
             for key in keys:
                 if key not in known:
                     raise PlanError(
@@ -42,4 +51,4 @@ def cells_of_plan(trace: Trace, plan: Plan) -> tuple[frozenset[int], frozenset[i
                         "--budget SIZE`."
                     )
                 cells.add(known[key])
-    return frozenset(evict), frozenset(pin)
+    return Cells(*map(frozenset, found))

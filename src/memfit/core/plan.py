@@ -30,6 +30,7 @@ class Move:
     reason: one sentence for the reader.
     calls: places of the calls that are replayed to bring the evicted cells back; only these are recorded under the plan.
     keep: keys of cells those calls make that stay because autograd saved them and the plan does not evict them.
+    transient: keys of cells that come back for one reader at a time: a replay that passes one keeps it for nobody else.
     """
 
     technique: str
@@ -41,6 +42,7 @@ class Move:
     reason: str = ""
     calls: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    transient: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Plan:
             moves = tuple(make_row(Move, row) for row in data.pop("moves"))
             plan = make_row(cls, {"notes": data.pop("notes"), "moves": [], **data})
             for place in (
-                place for move in moves for place in (*move.calls, *map(_place_of, move.evict + move.pin + move.keep))
+                place for move in moves for place in (*move.calls, *map(_place_of, move.evict + move.pin + move.keep + move.transient))
             ):
                 if not PLACE.fullmatch(place):
                     raise ValueError(f"{place!r:.80} is no place of a call")

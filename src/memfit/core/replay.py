@@ -63,24 +63,25 @@ class Request:
     made: tuple[tuple[int, int], ...]
 
 
-def replay(trace: Trace, evict: Iterable[int] = (), pin: Iterable[int] = ()) -> Replay:
+def replay(trace: Trace, evict: Iterable[int] = (), pin: Iterable[int] = (), transient: Iterable[int] = ()) -> Replay:
     """The step with the cells `evict` evicted and the cells `pin` kept although autograd did not save them.
 
-    With neither it is the step as plain eager runs it. Both are cell indices.
+    transient: cells that come back for one reader at a time: a replay that passes them keeps them for nobody else.
+    With none it is the step as plain eager runs it. All are cell indices.
     """
-    return Replayer(trace).run(evict, pin)
+    return Replayer(trace).run(evict, pin, transient)
 
 
 class Replayer(Tables):
     """A trace prepared for many replays."""
 
-    def run(self, evict: Iterable[int] = (), pin: Iterable[int] = ()) -> Replay:
+    def run(self, evict: Iterable[int] = (), pin: Iterable[int] = (), transient: Iterable[int] = ()) -> Replay:
         """See `replay`."""
-        evict, pin = frozenset(evict), frozenset(pin)
+        moves = frozenset(evict), frozenset(pin), frozenset(transient)
         events = [(operation, operand, 0) for operation, operand in self.events]
-        run = Rerun(self, evict, pin)
+        run = Rerun(self, *moves)
         run.play(events)
-        holders = Rerun(self, evict, pin)
+        holders = Rerun(self, *moves)
         holders.play(events, until_event=run.peak_event, until_bytes=run.peak_bytes)
         return Replay(
             peak_bytes=run.peak_bytes,
@@ -96,15 +97,23 @@ class Replayer(Tables):
             num_kept_instead=run.num_kept_instead,
         )
 
-    def measure(self, evict: Iterable[int] = (), pin: Iterable[int] = ()) -> tuple[int, float]:
+    def measure(self, evict: Iterable[int] = (), pin: Iterable[int] = (), transient: Iterable[int] = ()) -> tuple[int, float]:
         """Peak bytes and extra seconds of `run` alone, at a fifth of the price: for searching."""
-        run = Rerun(self, frozenset(evict), frozenset(pin))
+        run = Rerun(self, frozenset(evict), frozenset(pin), frozenset(transient))
         run.play(self.short_events)
         return run.peak_bytes, sum(restore.seconds for restore in run.restores)
 
-    def requests(self, evict: Iterable[int] = (), pin: Iterable[int] = ()) -> list[Request]:
+    def waiting(self, evict: Iterable[int] = (), pin: Iterable[int] = (), transient: Iterable[int] = ()) -> tuple[int, ...]:
+        """The cells that have come back at the moment of the peak and wait for a reader."""
+        moves = frozenset(evict), frozenset(pin), frozenset(transient)
+        run, again = Rerun(self, *moves), Rerun(self, *moves)
+        run.play(self.short_events)
+        again.play(self.short_events, until_event=run.peak_event, until_bytes=run.peak_bytes)
+        return tuple(again.waiting)
+
+    def requests(self, evict: Iterable[int] = (), pin: Iterable[int] = (), transient: Iterable[int] = ()) -> list[Request]:
         """What the step asks of an allocator, event by event. Costs a look at all storages an event: some seconds for a large trace."""
-        run = Rerun(self, frozenset(evict), frozenset(pin))
+        run = Rerun(self, frozenset(evict), frozenset(pin), frozenset(transient))
         alive: set[int] = set()
         found = []
         for operation, operand in self.events:

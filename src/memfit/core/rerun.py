@@ -89,12 +89,13 @@ class Rerun:
     holds: by instance, how many hold it (program, handles, needs, pins).
     need: by cell, pending handles on it and wanted calls that read it.
     store: by cell, the instance a need or pin holds, else -1. wanted: by call, its needed cells that are not held.
+    passing: by transient cell that a restore passes, its instance and the calls of the restore that have yet to read it.
     """
 
-    def __init__(self, tables: Tables, evict: frozenset[int], pin: frozenset[int]) -> None:
+    def __init__(self, tables: Tables, evict: frozenset[int], pin: frozenset[int], transient: frozenset[int] = frozenset()) -> None:
         self.tables = tables
         num_cells = len(tables.cell_storage)
-        self.evict, self.pin = evict, pin
+        self.evict, self.pin, self.transient = evict, pin, transient
         self.keepable = [producer < 0 for producer in tables.producer]
         for cell in tables.saved - evict:
             self.keepable[cell] = True
@@ -109,6 +110,7 @@ class Rerun:
         self.wanted = [0] * len(tables.inputs)
         self.handles = [_EMPTY] * len(tables.handle_cell)
         self.pinned: set[int] = set()
+        self.passing: dict[int, list[int]] = {}
         self.live = self.peak_bytes = self.peak_event = 0
         self.live_bytes: list[int] = []
         self.high_bytes: list[int] = []
@@ -116,11 +118,13 @@ class Rerun:
         self.recipes: set[int] = set()
         self.num_kept_instead = 0
         self.held: list[int] = []
+        self.waiting: list[int] = []
 
     def play(self, events: list[tuple[int, int, int]], until_event: int = -1, until_bytes: int = 0) -> None:
         """Run the events (operation, operand, highest rise of a fold).
 
-        With `until_event`, stop within it as soon as `until_bytes` are reached, and fill `held`.
+        With `until_event`, stop within it as soon as `until_bytes` are reached, and fill `held` with the storages that are there and
+        `waiting` with the cells that have come back and wait for a reader.
         """
         holds, sizes, handles, evict = self.holds, self.sizes, self.handles, self.evict
         handle_cell, cell_storage = self.tables.handle_cell, self.tables.cell_storage
@@ -131,7 +135,7 @@ class Rerun:
                 self.until_bytes = until_bytes
             self.high = self.live
             if operation == _FOLD:
-                self.high += rise
+                self._reach(self.live + rise)
                 self.live += operand
             elif operation == _ALLOC:
                 self._hold(operand)
@@ -175,8 +179,8 @@ class Rerun:
             if is_recorded:
                 self.live_bytes.append(self.live)
                 self.high_bytes.append(self.high)
-                if self.held:
-                    return
+            if self.held:
+                return
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
@@ -185,6 +189,7 @@ class Rerun:
             self.high = num_bytes
         if self.until_bytes and num_bytes >= self.until_bytes and not self.held:
             self.held = [self.origin[each] for each, count in enumerate(self.holds) if count]
+            self.waiting = [cell for cell, instance in enumerate(self.store) if instance >= len(self.tables.sizes)]
 
     def _hold(self, instance: int) -> None:
         self.holds[instance] += 1
@@ -298,9 +303,12 @@ class Rerun:
         cell = self.tables.handle_cell[handle]
         if self.store[cell] < 0:
             calls = self._missing_calls(cell)
+            passed = self.transient - {cell}
             made: set[int] = set()
+            if passed:
+                self._note_passing(calls, passed)
             for call in calls:
-                self._run_call(call, made)
+                self._run_call(call, made, passed)
             self.restores.append(Restore(event, cell, calls, sum(self.tables.seconds[call] for call in calls)))
         self.handles[handle] = self.store[cell]
         self.holds[self.store[cell]] += 1
@@ -316,19 +324,31 @@ class Rerun:
                 stack.extend(self.tables.producer[each] for each in self.tables.inputs[call] if self.store[each] < 0)
         return tuple(sorted(found))
 
-    def _run_call(self, call: int, made: set[int]) -> None:
-        """Replay one call: every result takes its bytes, the needed ones stay, sources nobody needs any more leave."""
+    def _note_passing(self, calls: tuple[int, ...], passed: frozenset[int]) -> None:
+        for call in calls:
+            for source in self.tables.inputs[call]:
+                if source in passed and self.store[source] < 0:
+                    self.passing.setdefault(source, [-1, 0])[1] += 1
+
+    def _run_call(self, call: int, made: set[int], passed: frozenset[int]) -> None:
+        """Replay one call: every result takes its bytes, the needed ones stay, sources nobody needs any more leave.
+
+        passed: cells whose content goes once this restore has read it, whoever else needs it.
+        """
         results = []
+        is_last_run = not passed or not any(self.need[c] and self.store[c] < 0 for c in passed.intersection(self.tables.outputs[call]))
         for cell in self.tables.outputs[call]:
             previous = self.tables.previous[cell]
-            is_taken = previous in made and self.need[previous] == 1 and previous not in self.pinned
+            is_taken = is_last_run and previous in made and self.need[previous] == 1 and previous not in self.pinned
             instance = self.store[previous] if is_taken else self._copy_of(cell)
             self._hold(instance)
             results.append((cell, instance))
         if self.tables.extra_bytes[call]:
             self._reach(self.live + self.tables.extra_bytes[call])
         for cell, instance in results:
-            if self.need[cell] > 0 and self.store[cell] < 0:
+            if cell in self.passing:
+                self.passing[cell][0] = instance
+            elif cell not in passed and self.need[cell] > 0 and self.store[cell] < 0:
                 self.store[cell] = instance
                 made.add(cell)
                 self.wanted[call] -= 1
@@ -337,3 +357,15 @@ class Rerun:
         if not self.wanted[call]:
             for source in self.tables.inputs[call]:
                 self._drop_need(source)
+        if self.passing:
+            self._pass_on(call)
+
+    def _pass_on(self, call: int) -> None:
+        """The call has read its transient sources: the last reader lets them go."""
+        for source in self.tables.inputs[call]:
+            if source in self.passing:
+                state = self.passing[source]
+                state[1] -= 1
+                if not state[1]:
+                    self._release(state[0])
+                    del self.passing[source]

@@ -42,6 +42,7 @@ class Cell:
     need: pending handles on it plus wanted calls that read it (see engine.need).
     keep: the plan keeps this cell, so a need may take hold of it while it lives.
     evict: the plan evicts it: its handles are pending from the start.
+    transient: a replay that passes it on the way to another cell keeps it for nobody else: it is computed for each reader anew.
     exposed: the program got at the memory itself (`.numpy()`) and may write there unseen.
     written: the storage has been overwritten since; `ref` no longer leads to this content.
     pinned: held until backward begins, needed or not.
@@ -52,7 +53,7 @@ class Cell:
     previous: Cell | None = None
     storage: torch.UntypedStorage | None = None
     need = 0
-    keep = evict = exposed = written = pinned = False
+    keep = evict = transient = exposed = written = pinned = False
     handles: tuple[weakref.ref[Handle], ...] = ()  # filled while measuring or guarding only
     pending: tuple[weakref.ref[Handle], ...] = ()  # evicted handles, some of them restored since
     fingerprint: int | None = None

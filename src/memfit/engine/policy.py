@@ -14,21 +14,21 @@ class CallPolicy:
     """What to do with one call: record it as a recipe. The rest are positions of its cells.
 
     evict: what leaves when it was saved. keep: what autograd saves anyway; recipes may lean on it. pin: what it does not save and
-    the tape therefore holds until backward begins. in_place: the result is written over the first argument, if that is safe then.
+    the tape therefore holds until backward begins. transient: what a replay that passes it keeps for no later reader. in_place: the result
+    is written over the first argument, if that is safe then.
     """
 
     function: str
     evict: frozenset[str]
     keep: frozenset[str]
     pin: frozenset[str]
+    transient: frozenset[str] = frozenset()
     in_place: bool = False
 
     def out_of_place(self) -> CallPolicy:
         """What it says if the call has to run out of place after all: its result is a cell of its own."""
-        evict, keep, pin = (
-            frozenset("out0" if each == "mut0" else each for each in cells) for cells in (self.evict, self.keep, self.pin)
-        )
-        return CallPolicy(self.function, evict, keep, pin)
+        moved = (self.evict, self.keep, self.pin, self.transient)
+        return CallPolicy(self.function, *(frozenset("out0" if each == "mut0" else each for each in cells) for cells in moved))
 
 
 Frame = dict[int, CallPolicy]  # by ordinal within the module invocation
@@ -46,18 +46,18 @@ class Policy:
         keep: Iterable[str],
         pin: Iterable[str],
         untouched: Iterable[str] = (),
+        transient: Iterable[str] = (),
     ) -> None:
-        """Places of the calls to record, keys ('place|position') of the cells to evict, to keep and to pin; invocations
-        ('section|path#invocation') of these modules in which nothing is planned."""
-        evicted, kept, pinned = _by_place(evict), _by_place(keep), _by_place(pin)
+        """Places of the calls to record, keys ('place|position') of the cells to evict, to keep, to pin and to keep for one reader at a
+        time; invocations ('section|path#invocation') of these modules in which nothing is planned."""
+        moved = _by_place(evict), _by_place(keep), _by_place(pin), _by_place(transient)
         self._sections: list[Section] = []
         shared: dict[
             CallPolicy, CallPolicy
         ] = {}  # one object for all calls treated alike: the processor's cache has it at hand
-        for place in {*replayed, *evicted, *kept, *pinned}:
+        for place in {*replayed}.union(*moved):
             frame, ordinal, function = self._frame_of(place)
-            evicts, keeps, pins = (frozenset(each.get(place, ())) for each in (evicted, kept, pinned))
-            entry = CallPolicy(function, evicts, keeps, pins)
+            entry = CallPolicy(function, *(frozenset(each.get(place, ())) for each in moved))
             frame[ordinal] = shared.setdefault(entry, entry)
         self._know(untouched)
 

@@ -224,6 +224,8 @@ def _settle_results(
     if entry is not None:
         for cell in cells:
             position = cell.position
+            if position in entry.transient:
+                cell.transient = True
             if position in entry.evict:
                 cell.evict, cell.keep = True, False
             if position in entry.pin:

@@ -6,6 +6,8 @@ inside can be had as well.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,25 +49,60 @@ def materialise(cell: Cell, verify: bool, counts: Counts) -> int:
                 stack.append(source.call)
     made: set[Cell] = set()
     interception = _Interception()
+    passing = _Passing(cell, calls)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(interception.pack, _never_unpacked):
         for call in sorted(calls, key=lambda each: (each.seq, each.makes)):  # a call's noise before its product
-            _run(call, made, interception, _Outside(call) if verify else None, counts)
+            _run(call, made, passing, interception, _Outside(call) if verify else None, counts)
     assert cell.storage is not None
     return len(calls)
 
 
-def _run(call: Call, made: set[Cell], interception: _Interception, before: _Outside | None, counts: Counts) -> None:
+class _Passing:
+    """The transient cells that a restore passes: their content, until the last of its calls that read it has run."""
+
+    def __init__(self, target: Cell, calls: Iterable[Call]) -> None:
+        self._target = target
+        self._storages: dict[Cell, torch.UntypedStorage] = {}
+        self._num_readers = Counter(each for call in calls for each in call.inputs if each.storage is None and self.passes(each))
+
+    def passes(self, cell: Cell) -> bool:
+        """Whether this restore keeps the cell for nobody else."""
+        return cell.transient and cell is not self._target
+
+    def wants(self, cell: Cell) -> bool:
+        """Whether the replay that makes the cell is to hand it over."""
+        return not self.passes(cell) or cell in self._num_readers
+
+    def put(self, cell: Cell, storage: torch.UntypedStorage) -> None:
+        self._storages[cell] = storage
+
+    def content_of(self, cell: Cell) -> torch.UntypedStorage:
+        return cell.storage if cell.storage is not None else self._storages[cell]
+
+    def note_run(self, call: Call) -> None:
+        """The call has read its sources."""
+        for cell in call.inputs if self._storages else ():
+            if cell in self._storages:
+                self._num_readers[cell] -= 1
+                if not self._num_readers[cell]:
+                    del self._storages[cell]
+
+
+def _run(
+    call: Call, made: set[Cell], passing: _Passing, interception: _Interception, before: _Outside | None, counts: Counts
+) -> None:
     """Replay one call and hand its results to the cells that need them. before: what it must leave as it is, if that is to be compared."""
     wanted: dict[str, Cell] = {}
     internal: set[str] = set()
     for position, ref in call.outputs.items():
         each = ref()
-        if each is not None and each.need > 0 and each.storage is None:
+        if each is not None and each.need > 0 and each.storage is None and passing.wants(each):
             wanted[position] = each
             if position.startswith("in"):
                 internal.add(position)
     num_internal = 0 if call.makes == "in" else len(internal)
-    arguments, written = _arguments(call, made, want_internal=num_internal > 0)
+    is_last_run = call.num_wanted == sum(not passing.passes(each) for each in wanted.values())
+    arguments, written = _arguments(call, made if is_last_run else set(), passing, want_internal=num_internal > 0)
     want_outputs = num_internal < len(wanted)
     saved = interception.begin(internal, may_stop=call.stops_early and not want_outputs)
     _replay(call, arguments, want_outputs, saved)
@@ -88,12 +125,16 @@ def _run(call: Call, made: set[Cell], interception: _Interception, before: _Outs
                 f"the restored content of {call.place} ({position}) differs from what was evicted: the call does not repeat "
                 "itself bit for bit. The step was stopped before a wrong gradient; please report the place."
             )
+        if passing.passes(each):
+            passing.put(each, storage)
+            continue
         each.storage = storage
         made.add(each)
         call.num_wanted -= 1
     if call.num_wanted == 0:
         for source in call.inputs:
             drop_need(source)
+    passing.note_run(call)
 
 
 class _Outside:
@@ -129,8 +170,9 @@ class _Outside:
                 )
 
 
-def _arguments(call: Call, made: set[Cell], want_internal: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Tensors for the call's values, and the private tensor it will overwrite, if it overwrites one.
+def _arguments(call: Call, made: set[Cell], passing: _Passing, want_internal: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Tensors for the call's values, and the private tensor it will overwrite, if it overwrites one: one of `made`, if nobody else needs
+    that, else a copy.
 
     Inputs are fresh leaves that require gradients where the originals did, so that the same kernels are chosen and the same
     tensors are saved as in the first run.
@@ -143,8 +185,7 @@ def _arguments(call: Call, made: set[Cell], want_internal: bool) -> tuple[list[t
             dtype, _, size, _ = value.geometry
             tensors.append(torch.zeros(size, dtype=dtype, device=value.cell.device))
             continue
-        storage = value.cell.storage
-        assert storage is not None
+        storage = passing.content_of(value.cell)
         if value.cell.probe is not None and value.cell.probe._version != value.cell.probe_version:
             raise CertificateError(
                 f"an input of {call.place} was overwritten after the call in a way memfit was not told of (by compiled code, say), so "

@@ -241,13 +241,12 @@ def stations(trace: Trace) -> dict[int, Station]:
 def propose_emptying(
     trace: Trace,
     budget_bytes: int,
-    evict: Collection[int] = (),
-    pin: Collection[int] = (),
+    cells: Cells | None = None,
     places: Collection[int] | None = None,
     *,
     is_warm: bool = False,
 ) -> tuple[int, ...]:
-    """Events before which `empty_cache` keeps the reserved bytes of the step within the budget. evict, pin: cells, as a plan has them.
+    """Events before which `empty_cache` keeps the reserved bytes of the step within the budget. cells: what a plan moves.
     places: events to choose from; by default the beginnings of all calls. is_warm: see `simulate`.
 
     Nothing where they are within it anyway, or where no call brings them down: each one makes the device wait and has to be followed
@@ -255,7 +254,7 @@ def propose_emptying(
     most one call for each growth.
     """
     chosen: tuple[int, ...] = ()
-    requests = Replayer(trace).requests(evict, pin)
+    requests = Replayer(trace).requests(*(cells or ()))
     usage = simulate(trace, requests=requests, is_warm=is_warm)
     if places is None:
         places = [index for index, (operation, _) in enumerate(trace.events) if operation == BEGIN]

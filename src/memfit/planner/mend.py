@@ -40,7 +40,7 @@ def mend(problem: Problem, frontier: list[Choice], required: frozenset[int], num
             if changes[choice] and problem.num_evaluations < end:
                 change = changes[choice].pop()
                 evict, pin = (choice.evict | change.evict) - change.keep, (choice.pin | change.pin) - change.unpin
-                fresh.append(problem.evaluate(evict, pin))
+                fresh.append(problem.evaluate(evict, pin, choice.transient))
         if not fresh:
             break
         found += fresh

@@ -10,12 +10,14 @@ from memfit.core.plan import Move
 from memfit.core.replay import Replay
 from memfit.core.sizes import format_size
 from memfit.core.trace import Trace
+from memfit.planner.problem import Choice
 
 _ENOUGH_CELLS = 4  # a block smaller than this is told as part of the one around it
 
 
-def moves_of(trace: Trace, result: Replay, evict: frozenset[int], pin: frozenset[int]) -> tuple[Move, ...]:
-    """The recompute moves for the cells; `result` is their replay. Their seconds add up to its extra seconds."""
+def moves_of(trace: Trace, result: Replay, choice: Choice) -> tuple[Move, ...]:
+    """The recompute moves for the choice; `result` is its replay. Their seconds add up to its extra seconds."""
+    evict, pin = choice.evict, choice.pin
     cells = sorted(evict | pin, key=lambda cell: (trace.cells[cell].call, cell))
     places = places_of([trace.calls[trace.cells[cell].call].module for cell in cells])
     groups: dict[str, list[int]] = defaultdict(list)
@@ -37,9 +39,12 @@ def moves_of(trace: Trace, result: Replay, evict: frozenset[int], pin: frozenset
     at_place: dict[str, list[int]] = defaultdict(list)  # a call and its parts
     for index, each in enumerate(trace.calls):
         at_place[each.place].append(index)
+    passed = {
+        place: [cell for call in calls[place] for cell in trace.calls[call].outputs if cell in choice.transient] for place in groups
+    }
     return tuple(
         replace(
-            _move(trace, place, [c for c in members if c in evict], [c for c in members if c in pin], seconds[place]),
+            _move(trace, place, [c for c in members if c in evict], [c for c in members if c in pin], passed[place], seconds[place]),
             calls=tuple(dict.fromkeys(trace.calls[call].place for call in calls[place])),
             keep=tuple(
                 cell_key(trace, cell)
@@ -84,22 +89,24 @@ def _prefixes(module: str) -> list[str]:
     return [".".join(parts[: number + 1]) for number in range(len(parts))]
 
 
-def _move(trace: Trace, place: str, evict: list[int], pin: list[int], seconds: float) -> Move:
-    def num_bytes(cells: list[int]) -> int:
-        return sum(trace.storages[storage].nbytes for storage in {trace.cells[cell].storage for cell in cells})
-
+def _move(trace: Trace, place: str, evict: list[int], pin: list[int], transient: list[int], seconds: float) -> Move:
     return Move(
         technique="recompute",
         place=place,
         evict=tuple(cell_key(trace, cell) for cell in evict),
         pin=tuple(cell_key(trace, cell) for cell in pin),
-        saved_bytes=num_bytes(evict) - num_bytes(pin),
+        saved_bytes=_num_bytes(trace, evict) - _num_bytes(trace, pin),
         seconds=seconds,
-        reason=_reason(trace, evict, pin, num_bytes(evict), num_bytes(pin), seconds),
+        reason=_reason(trace, evict, pin, transient, seconds),
+        transient=tuple(cell_key(trace, cell) for cell in transient),
     )
 
 
-def _reason(trace: Trace, evict: list[int], pin: list[int], evicted_bytes: int, pinned_bytes: int, seconds: float) -> str:
+def _num_bytes(trace: Trace, cells: list[int]) -> int:
+    return sum(trace.storages[storage].nbytes for storage in {trace.cells[cell].storage for cell in cells})
+
+
+def _reason(trace: Trace, evict: list[int], pin: list[int], transient: list[int], seconds: float) -> str:
     def functions(cells: list[int]) -> str:
         bytes_by_function: Counter[str] = Counter()
         for cell in cells:
@@ -109,9 +116,15 @@ def _reason(trace: Trace, evict: list[int], pin: list[int], evicted_bytes: int, 
         names[3:] = ["others"] if len(names) > 3 else []
         return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
 
-    kept = f"the result of {functions(pin)} ({format_size(pinned_bytes)}) is kept for that" if pin else ""
+    def size(cells: list[int]) -> str:
+        return format_size(_num_bytes(trace, cells))
+
+    kept = f"the result of {functions(pin)} ({size(pin)}) is kept for that" if pin else ""
     if not evict:
         return f"Blocks after this one are recomputed from here: {kept}."
     price = f"{1e3 * seconds:.1f} ms" if seconds else "no time of its own"
-    sentence = f"What {functions(evict)} made ({format_size(evicted_bytes)}) comes back in backward for {price}"
-    return f"{sentence}; {kept}." if kept else f"{sentence}."
+    sentence = f"What {functions(evict)} made ({size(evict)}) comes back in backward for {price}"
+    parts = [sentence, *([kept] if kept else [])]
+    if transient:
+        parts.append(f"what {functions(transient)} made ({size(transient)}) is made anew for each of its readers")
+    return "; ".join(parts) + "."

@@ -15,6 +15,8 @@ A cut takes about 1 ms for 1,500 calls: scipy's Dinic on integers.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,12 +35,13 @@ _SCALE = 2**28  # all seconds of the step in integer units; the sum of a finite 
 
 @dataclass(frozen=True)
 class Choice:
-    """Cells to evict and cells to pin, and what the replay says of them. Ordered by peak, then seconds."""
+    """Cells to evict, to pin, and to bring back for each reader anew, and what the replay says of them. Ordered by peak, then seconds."""
 
     peak_bytes: int
     seconds: float
     evict: frozenset[int]
     pin: frozenset[int]
+    transient: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,14 @@ class Problem:
     evicted.
     lonely_from, lonely_until: the events between which only handles hold the storage: evicting pays in there alone.
     last_read: the last call that reads the cell, or -1.
+    kind: the cell's place and position without the numbers, which the layers of a network have in common; alike: the cells of a kind.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.replayer = Replayer(trace)
         self.num_evaluations = 0
-        self._known: dict[tuple[frozenset[int], frozenset[int]], Choice] = {}
+        self._known: dict[tuple[frozenset[int], frozenset[int], frozenset[int]], Choice] = {}
         self._replayed: dict[tuple[frozenset[int], frozenset[int]], frozenset[int]] = {}
         self.eager = self.replayer.run()
         num_cells, num_calls = len(trace.cells), len(trace.calls)
@@ -76,8 +80,20 @@ class Problem:
         self.last_read = np.full(num_cells, -1, dtype=np.int64)
         for index, call in enumerate(trace.calls):
             self.last_read[list(call.inputs)] = index
+        self._find_alike()
         self._find_lonely_spans()
         self._build_graph(num_cells, num_calls)
+
+    def _find_alike(self) -> None:
+        calls = self.trace.calls
+        self.kind = [
+            re.sub(r"\d+", "*", calls[cell.call].place) + f"|{cell.position}" if cell.call >= 0 else "" for cell in self.trace.cells
+        ]
+        members: dict[str, set[int]] = defaultdict(set)
+        for cell, kind in enumerate(self.kind):
+            if self.producer[cell] >= 0:
+                members[kind].add(cell)
+        self.alike = {kind: frozenset(cells) for kind, cells in members.items()}
 
     def _find_lonely_spans(self) -> None:
         num_cells = len(self.trace.cells)
@@ -167,14 +183,23 @@ class Problem:
             flow.flow_value * self.unit,
         )
 
-    def evaluate(self, evict: frozenset[int], pin: frozenset[int]) -> Choice:
-        """The choice with its peak and seconds as the replay finds them; pins nothing evicted reads are left out."""
+    def evaluate(self, evict: frozenset[int], pin: frozenset[int], transient: frozenset[int] = frozenset()) -> Choice:
+        """The choice with its peak and seconds as the replay finds them; what has nothing to do with the evicted is left out."""
         pin = self._useful_pins(evict, pin)
-        known = self._known.get((evict, pin))
+        if transient:
+            transient &= {cell for call in self.replayed_calls(evict, pin) for cell in self.replayer.outputs[call]}
+            transient -= pin
+        known = self._known.get((evict, pin, transient))
         if known is None:
             self.num_evaluations += 1
-            known = self._known[evict, pin] = Choice(*self.replayer.measure(evict, pin), evict, pin)
+            known = Choice(*self.replayer.measure(evict, pin, transient), evict, pin, transient)
+            self._known[evict, pin, transient] = known
         return known
+
+    def find_waiting(self, choice: Choice) -> tuple[int, ...]:
+        """See `Replayer.waiting`; counts as two evaluations, for it replays twice."""
+        self.num_evaluations += 2
+        return self.replayer.waiting(choice.evict, choice.pin, choice.transient)
 
     def replayed_calls(self, evict: frozenset[int], pin: frozenset[int]) -> frozenset[int]:
         """Calls that evicted cells are computed from, by structure alone."""

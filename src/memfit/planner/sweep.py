@@ -6,6 +6,7 @@
    the end of the step first, so what the end keeps is gone when the beginning is restored.
 3. Mend what is best so far, one call at a time.
 4. For some budgets solve a short step as an integer program (integer.py), and sew and mend once more.
+5. At the low end let cells come back for each reader anew (lighten.py), and mend and sew what that gives.
 
 Costs about 2 s for 190 calls and 4 s for 2,500: the number of replays is limited by the size of the trace. No clocks
 and no randomness: the same trace gives the same choices.
@@ -20,6 +21,7 @@ import numpy as np
 
 from memfit.planner.frontier import pareto
 from memfit.planner.integer import MOST_CALLS, solve_levels
+from memfit.planner.lighten import lighten
 from memfit.planner.mend import mend
 from memfit.planner.problem import Choice, OnProgress, Problem
 from memfit.planner.regions import border_cells, find_borders
@@ -49,22 +51,30 @@ def solve_sweep(problem: Problem, progress: OnProgress | None = None) -> list[Ch
         level_bytes = min(level_bytes, *(choice.peak_bytes for choice in found))
     seams = _seams(problem, required)
     movable = frozenset(np.flatnonzero(required).tolist())
+    is_short = len(problem.seconds) <= MOST_CALLS
+    share, late_share = num_replays // 4, num_replays // (8 if is_short else 16)
 
     def sew_pairs(frontier: list[Choice]) -> list[Choice]:
-        return _sew_pairs(problem, frontier, seams, num_replays // 4)
+        return _sew_pairs(problem, frontier, seams, share)
 
     def fill_gaps(frontier: list[Choice]) -> list[Choice]:
-        return _fill_gaps(problem, frontier, seams, num_replays // 4)
+        return _fill_gaps(problem, frontier, seams, share)
 
     def mend_all(frontier: list[Choice]) -> list[Choice]:
-        return mend(problem, frontier, movable, num_replays // 4)
+        return mend(problem, frontier, movable, share)
 
     def solve_programs(frontier: list[Choice]) -> list[Choice]:
         return solve_levels(problem, frontier, required)
 
+    def lighten_all(frontier: list[Choice]) -> list[Choice]:
+        lighter = pareto([*frontier, *lighten(problem, frontier, late_share)])
+        mended = pareto([*lighter, *mend(problem, lighter, movable, late_share)])
+        return [*mended, *_fill_gaps(problem, mended, seams, late_share)]
+
     stages = [sew_pairs, fill_gaps, mend_all, fill_gaps]
-    if len(problem.seconds) <= MOST_CALLS:
+    if is_short:
         stages += [solve_programs, fill_gaps, mend_all]
+    stages.append(lighten_all)
     for number, stage in enumerate(stages):
         if progress is not None:
             progress("planning", number, len(stages))
@@ -194,4 +204,5 @@ def sew(problem: Problem, thrifty: Choice, quick: Choice, seam: int) -> Choice:
     }
     pin = {cell for cell in thrifty.pin if producer[cell] < seam} | (read & quick.pin)
     evict = {cell for cell in thrifty.evict if producer[cell] < seam} - (read - quick.evict)
-    return problem.evaluate(frozenset(evict) | late, frozenset(pin) | late_pins)
+    transient = {cell for cell in thrifty.transient if producer[cell] < seam} | {cell for cell in quick.transient if producer[cell] >= seam}
+    return problem.evaluate(frozenset(evict) | late, frozenset(pin) | late_pins, frozenset(transient))

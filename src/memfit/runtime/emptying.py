@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from memfit.core.errors import PlanError
-from memfit.core.keys import cells_of_plan
+from memfit.core.keys import Cells, cells_of_plan
 from memfit.core.plan import Plan
 from memfit.core.trace import Trace
 from memfit.measurement.backends import Backend
@@ -27,11 +27,11 @@ _MAX_FAILURES = 3
 def plan_emptying(trace: Trace, plan: Plan | None, budget_bytes: int) -> frozenset[Station]:
     """Where to empty the cache so that the step under the plan reserves no more than the budget; nowhere if that cannot be had so."""
     try:
-        evict, pin = cells_of_plan(trace, plan) if plan is not None else (frozenset(), frozenset())
+        cells = cells_of_plan(trace, plan) if plan is not None else Cells()
     except PlanError:  # a step that parts from the plan is planned anew anyway
         return frozenset()
     known = stations(trace)
-    return frozenset(known[event] for event in propose_emptying(trace, budget_bytes, evict, pin, known, is_warm=True))
+    return frozenset(known[event] for event in propose_emptying(trace, budget_bytes, cells, known, is_warm=True))
 
 
 class Emptying:

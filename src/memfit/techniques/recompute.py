@@ -28,6 +28,7 @@ def apply(tape: Tape, moves: Iterable[Move], untouched: Iterable[str] = ()) -> C
         evict=(key for move in mine for key in move.evict),
         keep=(key for move in mine for key in move.keep),
         pin=(key for move in mine for key in move.pin),
+        transient=(key for move in mine for key in move.transient),
         untouched=untouched,
     ) if mine else None  # fmt: skip
     tape.restart_section()
