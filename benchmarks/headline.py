@@ -99,7 +99,9 @@ def find_aims(rows: list[Row], checkpoint: Row, clock: str = "wall") -> list[str
         if row["label"] in (FLOOR, PLANNED_FLOOR):
             peak_bytes = row.get("peak_bytes")
             verdict = "reached" if is_right(row) and row["peak_bytes"] <= AIMED_FLOOR_BYTES else "**missed**"
-            sentences.append(f"Smallest peak ({row['label']}) at most {_gb(AIMED_FLOOR_BYTES)} GB: {verdict}, {_gb(peak_bytes)} GB.")
+            sentences.append(
+                f"Smallest peak ({row['label']}) at most {_gb(AIMED_FLOOR_BYTES)} GB: {verdict}, {_gb(peak_bytes)} GB."
+            )
     return sentences
 
 

@@ -66,7 +66,13 @@ class Bench:
         self._partner.__exit__()
 
     def measure(
-        self, name: str, budget_bytes: int | None = None, label: str = "", num_pairs: int | None = None, *, is_planned: bool = False
+        self,
+        name: str,
+        budget_bytes: int | None = None,
+        label: str = "",
+        num_pairs: int | None = None,
+        *,
+        is_planned: bool = False,
     ) -> Row:
         """The row of one variant, in `rows` as well; with 'error' instead of numbers where it fails or refuses. is_planned: see Variant."""
         row: Row = {"workload": self.workload.name, "variant": name, "label": label, "budget_bytes": budget_bytes}

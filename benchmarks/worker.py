@@ -112,7 +112,9 @@ class Variant:
         return value
 
 
-def _serve(pipe: Connection, workload: Workload, name: str, budget_bytes: int | None, num_threads: int, is_planned: bool) -> None:
+def _serve(
+    pipe: Connection, workload: Workload, name: str, budget_bytes: int | None, num_threads: int, is_planned: bool
+) -> None:
     torch.set_num_threads(num_threads)
     try:
         plan = _plan_smallest(workload) if is_planned else None

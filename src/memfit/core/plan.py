@@ -89,7 +89,9 @@ class Plan:
             moves = tuple(make_row(Move, row) for row in data.pop("moves"))
             plan = make_row(cls, {"notes": data.pop("notes"), "moves": [], **data})
             for place in (
-                place for move in moves for place in (*move.calls, *map(_place_of, move.evict + move.pin + move.keep + move.transient))
+                place
+                for move in moves
+                for place in (*move.calls, *map(_place_of, move.evict + move.pin + move.keep + move.transient))
             ):
                 if not PLACE.fullmatch(place):
                     raise ValueError(f"{place!r:.80} is no place of a call")

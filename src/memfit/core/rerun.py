@@ -92,7 +92,9 @@ class Rerun:
     passing: by transient cell that a restore passes, its instance and the calls of the restore that have yet to read it.
     """
 
-    def __init__(self, tables: Tables, evict: frozenset[int], pin: frozenset[int], transient: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, tables: Tables, evict: frozenset[int], pin: frozenset[int], transient: frozenset[int] = frozenset()
+    ) -> None:
         self.tables = tables
         num_cells = len(tables.cell_storage)
         self.evict, self.pin, self.transient = evict, pin, transient
@@ -336,7 +338,9 @@ class Rerun:
         passed: cells whose content goes once this restore has read it, whoever else needs it.
         """
         results = []
-        is_last_run = not passed or not any(self.need[c] and self.store[c] < 0 for c in passed.intersection(self.tables.outputs[call]))
+        is_last_run = not passed or not any(
+            self.need[c] and self.store[c] < 0 for c in passed.intersection(self.tables.outputs[call])
+        )
         for cell in self.tables.outputs[call]:
             previous = self.tables.previous[cell]
             is_taken = is_last_run and previous in made and self.need[previous] == 1 and previous not in self.pinned

@@ -27,8 +27,11 @@ class CallPolicy:
 
     def out_of_place(self) -> CallPolicy:
         """What it says if the call has to run out of place after all: its result is a cell of its own."""
-        moved = (self.evict, self.keep, self.pin, self.transient)
-        return CallPolicy(self.function, *(frozenset("out0" if each == "mut0" else each for each in cells) for cells in moved))
+        evict, keep, pin, transient = (
+            frozenset("out0" if each == "mut0" else each for each in cells)
+            for cells in (self.evict, self.keep, self.pin, self.transient)
+        )
+        return CallPolicy(self.function, evict, keep, pin, transient)
 
 
 Frame = dict[int, CallPolicy]  # by ordinal within the module invocation
@@ -57,7 +60,8 @@ class Policy:
         ] = {}  # one object for all calls treated alike: the processor's cache has it at hand
         for place in {*replayed}.union(*moved):
             frame, ordinal, function = self._frame_of(place)
-            entry = CallPolicy(function, *(frozenset(each.get(place, ())) for each in moved))
+            evicts, keeps, pins, passes = (frozenset(each.get(place, ())) for each in moved)
+            entry = CallPolicy(function, evicts, keeps, pins, passes)
             frame[ordinal] = shared.setdefault(entry, entry)
         self._know(untouched)
 

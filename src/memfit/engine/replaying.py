@@ -63,7 +63,9 @@ class _Passing:
     def __init__(self, target: Cell, calls: Iterable[Call]) -> None:
         self._target = target
         self._storages: dict[Cell, torch.UntypedStorage] = {}
-        self._num_readers = Counter(each for call in calls for each in call.inputs if each.storage is None and self.passes(each))
+        self._num_readers = Counter(
+            each for call in calls for each in call.inputs if each.storage is None and self.passes(each)
+        )
 
     def passes(self, cell: Cell) -> bool:
         """Whether this restore keeps the cell for nobody else."""
@@ -170,7 +172,9 @@ class _Outside:
                 )
 
 
-def _arguments(call: Call, made: set[Cell], passing: _Passing, want_internal: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def _arguments(
+    call: Call, made: set[Cell], passing: _Passing, want_internal: bool
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Tensors for the call's values, and the private tensor it will overwrite, if it overwrites one: one of `made`, if nobody else needs
     that, else a copy.
 

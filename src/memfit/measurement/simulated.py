@@ -16,6 +16,7 @@ import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from memfit.core.keys import Cells
 from memfit.core.replay import Replayer, Request
 from memfit.core.trace import BEGIN, PHASE, PHASES, PLACE, Trace
 

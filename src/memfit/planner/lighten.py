@@ -7,7 +7,6 @@ a cell is cheap (noise from its bits, a product with it), computing it twice is 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 
 from memfit.planner.frontier import pareto
@@ -27,7 +26,9 @@ def lighten(problem: Problem, frontier: list[Choice], num_replays: int) -> list[
         for _ in range(_MOST_STEPS):
             if current is None or problem.num_evaluations >= end:
                 break
-            tried = [problem.evaluate(current.evict, current.pin, current.transient | kind) for kind in _kinds(problem, current)]
+            tried = [
+                problem.evaluate(current.evict, current.pin, current.transient | kind) for kind in _kinds(problem, current)
+            ]
             found += tried
             current = _best(current, tried)
     return pareto(found) if found else []

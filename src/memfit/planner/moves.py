@@ -40,11 +40,19 @@ def moves_of(trace: Trace, result: Replay, choice: Choice) -> tuple[Move, ...]:
     for index, each in enumerate(trace.calls):
         at_place[each.place].append(index)
     passed = {
-        place: [cell for call in calls[place] for cell in trace.calls[call].outputs if cell in choice.transient] for place in groups
+        place: [cell for call in calls[place] for cell in trace.calls[call].outputs if cell in choice.transient]
+        for place in groups
     }
     return tuple(
         replace(
-            _move(trace, place, [c for c in members if c in evict], [c for c in members if c in pin], passed[place], seconds[place]),
+            _move(
+                trace,
+                place,
+                [c for c in members if c in evict],
+                [c for c in members if c in pin],
+                passed[place],
+                seconds[place],
+            ),
             calls=tuple(dict.fromkeys(trace.calls[call].place for call in calls[place])),
             keep=tuple(
                 cell_key(trace, cell)

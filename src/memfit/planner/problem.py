@@ -87,7 +87,8 @@ class Problem:
     def _find_alike(self) -> None:
         calls = self.trace.calls
         self.kind = [
-            re.sub(r"\d+", "*", calls[cell.call].place) + f"|{cell.position}" if cell.call >= 0 else "" for cell in self.trace.cells
+            re.sub(r"\d+", "*", calls[cell.call].place) + f"|{cell.position}" if cell.call >= 0 else ""
+            for cell in self.trace.cells
         ]
         members: dict[str, set[int]] = defaultdict(set)
         for cell, kind in enumerate(self.kind):

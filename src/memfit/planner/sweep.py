@@ -67,7 +67,8 @@ def solve_sweep(problem: Problem, progress: OnProgress | None = None) -> list[Ch
         return solve_levels(problem, frontier, required)
 
     def lighten_all(frontier: list[Choice]) -> list[Choice]:
-        lighter = pareto([*frontier, *lighten(problem, frontier, late_share)])
+        thriftiest = [choice for count in _NUM_REGIONS for choice in _hull(problem, required, count, depth=0)]
+        lighter = pareto([*frontier, *lighten(problem, [*pareto(thriftiest), *frontier], late_share)])
         mended = pareto([*lighter, *mend(problem, lighter, movable, late_share)])
         return [*mended, *_fill_gaps(problem, mended, seams, late_share)]
 
@@ -204,5 +205,7 @@ def sew(problem: Problem, thrifty: Choice, quick: Choice, seam: int) -> Choice:
     }
     pin = {cell for cell in thrifty.pin if producer[cell] < seam} | (read & quick.pin)
     evict = {cell for cell in thrifty.evict if producer[cell] < seam} - (read - quick.evict)
-    transient = {cell for cell in thrifty.transient if producer[cell] < seam} | {cell for cell in quick.transient if producer[cell] >= seam}
+    transient = {cell for cell in thrifty.transient if producer[cell] < seam} | {
+        cell for cell in quick.transient if producer[cell] >= seam
+    }
     return problem.evaluate(frozenset(evict) | late, frozenset(pin) | late_pins, frozenset(transient))
