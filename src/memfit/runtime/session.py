@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import copy
 import os
-import platform
-import statistics
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.core import result as core
-from memfit.core.breakdown import bytes_by
 from memfit.core.copies import find_copies
 from memfit.core.errors import BudgetError, MemfitError, UnsupportedError
 from memfit.core.plan import Plan
@@ -35,7 +30,6 @@ from memfit.core.replay import replay
 from memfit.core.sizes import format_size, slack_bytes
 from memfit.core.steady import FREED, GRADIENTS, steady
 from memfit.core.trace import Trace
-from memfit.engine.observing import Counts
 from memfit.engine.private import is_on_top, stacks
 from memfit.engine.tape import Tape
 from memfit.measurement.backends import Backend, backend_for
@@ -46,6 +40,7 @@ from memfit.runtime.emptying import Emptying, plan_emptying
 from memfit.runtime.guard import Guard
 from memfit.runtime.holdings import Holdings, check_parallel, check_signature, device_of, signature_of
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
+from memfit.runtime.outcome import InForce, Outcome
 from memfit.runtime.precision import Precision
 from memfit.runtime.watch import SizeWatch
 from memfit.techniques import inplace, recompute
@@ -96,7 +91,8 @@ class Session:
         self.traces: list[Trace] = []
         self.holders: HolderWatch | None = None  # set before `with`: measured steps say who holds what at their peak
         self.plan = plan
-        self.messages: list[str] = []
+        self._outcome = Outcome(budget_bytes, facts or {})
+        self.messages = self._outcome.messages
         self._budget_bytes = budget_bytes
         self._planner = planner
         self._model = model
@@ -118,36 +114,19 @@ class Session:
         self._emptying: Emptying | None = None
         self._undo: list[Callable[[], Any]] = []
         self._is_installed = False
-        self._num_steps = self._num_measured = self._num_planned = self._num_verified = 0
-        self._planned_seconds: list[float] = []
-        self._free_seconds: list[float] = []
-        self._eager_seconds: list[float] = []  # of planned steps, less what restoring took
-        self._restored_before = 0.0
-        self._step_start = 0.0
-        self._peak_bytes = 0
-        self._peak_phase = ""
-        self._peak_step: int | None = None
-        self._planned_peak_bytes: int | None = None
-        self._peak_by_kind: dict[str, int] = {}
         self._margin_bytes = slack_bytes(budget_bytes or 0)  # kept free of the budget
         self._num_measured_here = 0  # of the program that trains now
         self._is_given = plan is not None  # the plan in force was made before
         self._is_waiting = False
         self._is_training = model is not None or optimizer is not None
         self._is_over = True
-        self._ever_installed = False
-        # No exception that was raised is kept: its traceback leads to tensors, they through autograd's graph (which no garbage
-        # collector sees) to the tape, and the tape to this session.
-        self._ending = (core.FINISHED, "")  # the exit reason, and the error in words
         self.refusal: MemfitError | None = None  # raised inside the program; raised again should the program go on all the same
         self._draw = draw
-        self._facts = facts or {}
         self._thread = 0
         self._is_dead = False  # in a forked child: a worker must find nothing of this at work
         self._given_signature = plan.signature if plan is not None else ""  # still to be compared with the program's
         self._num_restarts = 0
         self._stacks_below: Any = None
-        self._past: core.Result | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -181,12 +160,7 @@ class Session:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        ended_by = error if error is not None else self.refusal
-        words = f"{type(ended_by).__name__}: {ended_by}" if ended_by is not None else ""
-        self._ending = (_exit_reason(ended_by), words)
-        if self._ending[0] == core.OUT_OF_MEMORY:
-            self.messages.append(self._about_memory())
-        self._note_peak(self._num_steps + 1)
+        self._outcome.end(error if error is not None else self.refusal, self.plan, self._recorder)
         self._remove()
 
     def _remove(self) -> None:
@@ -229,7 +203,7 @@ class Session:
         self._is_training = True
         if self._recorder is not None:
             self._recorder.peak_phase = "other"
-            self._note_peak(1)
+            self._outcome.note_peak(self._recorder, 1)
             self._stop_recorder()
             self._tape.start_over()  # a module's initialisation is no part of the step
             self._begin_measured_step()
@@ -241,7 +215,7 @@ class Session:
         with self._refusing():
             self._set_device(optimizer)
             self._holdings.check_fixed_bytes(self._budget_bytes, optimizer)
-            if self._num_steps:
+            if self._outcome.num_steps:
                 self._restart("a new optimizer was made")
             else:
                 self._begin_training()
@@ -302,9 +276,9 @@ class Session:
             return
         self._num_restarts += 1
         if self._num_restarts <= _MAX_RESTARTS_TOLD:
-            self.messages.append(f"step {self._num_steps}: {reason}; measured and planned anew from here.")
-        self._note_peak(self._num_steps + 1)
-        self._remember_program()
+            self.messages.append(f"step {self._outcome.num_steps}: {reason}; measured and planned anew from here.")
+        self._outcome.note_peak(self._recorder, self._outcome.num_steps + 1)
+        self._outcome.end_program(self._in_force())
         self._stop_recorder()
         self._stop_emptying()
         self.plan = None
@@ -313,10 +287,6 @@ class Session:
         self._is_given = False
         self._margin_bytes = slack_bytes(self._budget_bytes)
         self._num_measured_here = 0
-        self._planned_peak_bytes = None
-        self._planned_seconds.clear()
-        self._free_seconds.clear()
-        self._eager_seconds.clear()
         del self.traces[:-2]
         self._is_waiting = not self._is_installed and stacks() != self._stacks_below
         if self._is_waiting:  # inside a context of the program's: its exit would take ours for its own
@@ -327,20 +297,19 @@ class Session:
         self._begin_measured_step()
 
     def _end_step(self) -> None:
-        self._num_steps += 1
-        seconds = time.perf_counter() - self._step_start
+        self._outcome.num_steps += 1
+        seconds = self._outcome.seconds_so_far()
         was_measured = self._recorder is not None
         if self._is_installed:
             self._tape.end_step()
         if was_measured:
             self._end_measured_step()
         elif self._is_installed:
-            self._planned_seconds.append(seconds)
-            self._eager_seconds.append(seconds - (self._tape.counts.restore_seconds - self._restored_before))
+            self._outcome.note_planned_step(seconds, self._tape.counts.restore_seconds)
         else:
-            self._free_seconds.append(seconds)
+            self._outcome.note_free_step(seconds)
         if self.plan is not None and self.plan.moves and self._is_installed:
-            self._num_planned += 1
+            self._outcome.num_planned += 1
             self._count_verified()
         counts = self._tape.counts
         if self._is_given and self.plan is not None and self.plan.moves and not counts.num_evicted + counts.num_overwritten:
@@ -348,30 +317,31 @@ class Session:
             self._restart("nothing of what the plan names was there, so it was made for another program")
         elif was_measured:
             self._decide()
-        self._step_start = time.perf_counter()
-        self._restored_before = self._tape.counts.restore_seconds
+        self._outcome.begin_step(self._tape.counts.restore_seconds)
 
     def leave_out_step(self) -> None:
         """The program left out its optimizer's step (gradients overflowed): what comes next is this training step from its beginning."""
         if self._is_over or self._is_dead:
             return
         was_measured = self._recorder is not None
-        self._note_peak(self._num_steps + 1)
+        self._outcome.note_peak(self._recorder, self._outcome.num_steps + 1)
         self._stop_recorder()
         if self._is_installed:
             self._tape.end_step()
         if was_measured:
             self._begin_measured_step()
-        self._step_start = time.perf_counter()
+        self._outcome.begin_step()
 
     def _count_verified(self) -> None:
         if self._tape.verify:
-            self._num_verified += 1
-        self._tape.verify = self._verify == "always" or (self._verify != "off" and self._num_verified < int(self._verify))
+            self._outcome.num_verified += 1
+        self._tape.verify = self._verify == "always" or (
+            self._verify != "off" and self._outcome.num_verified < int(self._verify)
+        )
 
     def _begin_measured_step(self) -> None:
         """Record the next step: everything, exactly, under the guard where there is a budget."""
-        self._on_progress(f"measuring step {self._num_steps + 1}", self._num_steps, None)
+        self._on_progress(f"measuring step {self._outcome.num_steps + 1}", self._outcome.num_steps, None)
         tape = self._tape
         known = {
             "parameter": list(self._holdings.parameters()),
@@ -392,27 +362,27 @@ class Session:
         else:
             tape.observer = recorder
         self._recorder = recorder
-        self._step_start = time.perf_counter()
+        self._outcome.begin_step()
         recorder.start()
         releases.follow(recorder.note_dead)
 
     def _end_measured_step(self) -> None:
         assert self._recorder is not None
-        self._num_measured += 1
+        self._outcome.num_measured += 1
         self._num_measured_here += 1
         trace = self._trace_so_far()
         self._recorder.stop()
         self.traces.append(trace)
-        self._note_peak(self._num_steps)
+        self._outcome.note_peak(self._recorder, self._outcome.num_steps)
         if self._guard is not None and self._guard.num_evictions:
             self.messages.append(
-                f"step {self._num_steps}: the guard let go of {self._guard.num_evictions} saved tensors under pressure."
+                f"step {self._outcome.num_steps}: the guard let go of {self._guard.num_evictions} saved tensors under pressure."
             )
         if self.plan is not None and self.plan.moves:
-            self._planned_peak_bytes = self._recorder.peak_bytes  # of the plan in force, beside its prediction
+            self._outcome.planned_peak_bytes = self._recorder.peak_bytes  # of the plan in force, beside its prediction
         self._stop_recorder()
         if self._on_trace is not None:
-            self._on_trace(trace, self._num_steps)
+            self._on_trace(trace, self._outcome.num_steps)
 
     def unfinished_trace(self) -> Trace | None:
         """What was measured since the last step ended, as a trace; None where nothing is being measured."""
@@ -425,18 +395,10 @@ class Session:
     def _trace_so_far(self) -> Trace:
         assert self._recorder is not None
         return self._recorder.trace_so_far(
-            {"step": self._num_steps, "signature": signature_of(self._optimizers), "precision": self._label},
+            {"step": self._outcome.num_steps, "signature": signature_of(self._optimizers), "precision": self._label},
             new_state=self._holdings.state(),
             gradients=self._holdings.gradients(),
         )
-
-    def _note_peak(self, step: int) -> None:
-        recorder = self._recorder
-        if recorder is not None and recorder.peak_bytes > self._peak_bytes:
-            self._peak_bytes = recorder.peak_bytes
-            self._peak_phase = recorder.peak_phase
-            self._peak_step = step
-            self._peak_by_kind = recorder.peak_bytes_by_kind
 
     def _stop_recorder(self) -> None:
         if self._recorder is not None:
@@ -490,13 +452,13 @@ class Session:
         grown_bytes = eager_bytes - plan.eager_peak_bytes
         if grown_bytes > eager_bytes // 100:  # another step than the one that was planned
             self.messages.append(
-                f"step {self._num_steps}: {format_size(grown_bytes)} more than step {self._num_steps - 1} under plain "
+                f"step {self._outcome.num_steps}: {format_size(grown_bytes)} more than step {self._outcome.num_steps - 1} under plain "
                 f"PyTorch; measured peak {format_size(measured_bytes)}, planned again with this step."
             )
             return
         self._margin_bytes += measured_bytes - plan.predicted_peak_bytes
         self.messages.append(
-            f"step {self._num_steps}: measured peak {format_size(measured_bytes)}, predicted {format_size(plan.predicted_peak_bytes)}; "
+            f"step {self._outcome.num_steps}: measured peak {format_size(measured_bytes)}, predicted {format_size(plan.predicted_peak_bytes)}; "
             f"planned again with the measured step and {format_size(self._margin_bytes)} kept free."
         )
 
@@ -507,7 +469,7 @@ class Session:
         if self._budget_bytes is None or taken_bytes is None or taken_bytes <= self._budget_bytes:
             return False
         about = (
-            f"step {self._num_steps}: the process took {format_size(taken_bytes)} from the card where {format_size(measured_bytes)} were "
+            f"step {self._outcome.num_steps}: the process took {format_size(taken_bytes)} from the card where {format_size(measured_bytes)} were "
             "allocated at most; "
         )
         if self._emptying is None and (places := plan_emptying(trace, self.plan, self._budget_bytes)):
@@ -551,10 +513,10 @@ class Session:
         if not self._is_installed and stacks() != self._stacks_below:  # inside a context whose exit would take ours for its own
             return
         self.messages.append(
-            f"step {self._num_steps + 1}: inputs of {elements:,} elements, the largest measured had {largest:,}; "
+            f"step {self._outcome.num_steps + 1}: inputs of {elements:,} elements, the largest measured had {largest:,}; "
             "measured under the guard and planned anew."
         )
-        self._note_peak(self._num_steps + 1)
+        self._outcome.note_peak(self._recorder, self._outcome.num_steps + 1)
         self._stop_recorder()
         self._watch.leave()
         self.plan = None
@@ -585,7 +547,7 @@ class Session:
     def _apply(self, plan: Plan) -> None:
         self.plan = plan
         self._watch.is_learning = False
-        self._ever_installed = self._ever_installed or bool(plan.moves)
+        self._outcome.ever_installed = self._outcome.ever_installed or bool(plan.moves)
         recompute.apply(self._tape, plan.moves, plan.untouched)
         inplace.apply(self._tape, plan.moves, plan.untouched)
         self._tape.verify = bool(plan.moves) and self._verify != "off"
@@ -601,95 +563,19 @@ class Session:
 
     def result(self) -> core.Result:
         """What the run did so far, as data (see docs/result.md). Of several programs one after the other: the largest's."""
-        mine, past = self._own_result(), self._past
-        if past is None or (past.eager_peak_bytes or 0) <= (mine.eager_peak_bytes or 0):
-            return mine
-        return replace(mine, **{name: getattr(past, name) for name in _OF_A_PROGRAM})
+        return self._outcome.result(self._in_force(), self._about_precision())
 
-    def _remember_program(self) -> None:
-        mine = self._own_result()
-        if self._past is None or (self._past.eager_peak_bytes or 0) <= (mine.eager_peak_bytes or 0):
-            self._past = mine
+    def _in_force(self) -> InForce:
+        trace = self.traces[-1] if self.traces else None
+        return InForce(trace, self.plan, self._tape.counts, self._device, self._label)
 
-    def _about_memory(self) -> str:
-        """Planned and seen, for an error that should not have been."""
-        plan = self.plan
-        planned = (
-            f"the plan was to peak at {format_size(plan.predicted_peak_bytes)} of a budget of {format_size(plan.budget_bytes)}"
-            if plan is not None
-            else "nothing was planned yet"
-        )
-        seen = max(self._peak_bytes, self._recorder.peak_bytes if self._recorder is not None else 0)
-        return (
-            f"step {self._num_steps + 1}: the device ran out of memory all the same; {planned}, and at most {format_size(seen)} "
-            "were seen in the measured steps. Something else on the device takes memory, or this step was larger than those: "
-            "give a smaller budget, or a smaller batch."
-        )
-
-    def _about_precision(self, trace: Trace | None) -> list[str]:
+    def _about_precision(self) -> list[str]:
         if self._precision is None:
             return []
         told = self._precision.messages()
-        if trace is not None and self._label and self._precision.choice.level.by_lists:
-            told.append(find_copies(trace).sentence)
+        if self.traces and self._label and self._precision.choice.level.by_lists:
+            told.append(find_copies(self.traces[-1]).sentence)
         return told
-
-    def _own_result(self) -> core.Result:
-        trace = self.traces[-1] if self.traces else None
-        is_measured = self._num_steps > 0 or self._ending[0] == core.BUDGET  # else what was seen was no step
-        eager = replay(trace) if trace is not None else None
-        counts = self._tape.counts
-        plan = self.plan
-        is_timed = bool(self._eager_seconds) and self._device.type == "cpu"  # elsewhere work goes on behind the clock's back
-        eager_seconds = statistics.median(self._eager_seconds) if is_timed else None
-        seconds = self._planned_seconds or self._free_seconds
-        return core.Result(
-            budget_bytes=self._budget_bytes or 0,
-            peak_bytes=self._peak_bytes if is_measured and self._peak_bytes else None,
-            peak_source=(
-                f"live storages and operation workspaces, in {self._num_measured} measured steps" if self._num_measured else ""
-            ),
-            peak_phase=self._peak_phase if is_measured else "",
-            peak_step=self._peak_step if is_measured else None,
-            planned_peak_bytes=self._planned_peak_bytes,
-            eager_peak_bytes=eager.peak_bytes if eager is not None else None,
-            predicted_peak_bytes=plan.predicted_peak_bytes if plan is not None else None,
-            floor_bytes=plan.floor_bytes if plan is not None else None,
-            step_seconds=statistics.median(seconds) if seconds else None,
-            eager_step_seconds=eager_seconds,
-            predicted_step_seconds=eager_seconds + plan.extra_seconds if plan and eager_seconds else None,
-            num_steps=self._num_steps,
-            num_measured_steps=self._num_measured,
-            num_planned_steps=self._num_planned,
-            installed=self._ever_installed,
-            moves=plan.moves if plan is not None else (),
-            certificate=core.Certificate(
-                num_evicted=counts.num_evicted,
-                num_restored=counts.num_restored,
-                num_verified=counts.num_verified,
-                num_mismatched=counts.num_mismatched,
-                num_sources_checked=counts.num_sources_checked,
-                sources_equal=counts.num_sources_changed == 0 if counts.num_sources_checked else None,
-                generators_equal=counts.num_generators_moved == 0 if counts.num_generator_checks else None,
-                verified_steps=self._num_verified,
-                mismatched_places=tuple(counts.mismatched_places),
-            ),
-            eager_bytes_by_kind=bytes_by(trace, eager, "kind") if trace is not None and eager is not None else {},
-            bytes_by_kind=self._peak_by_kind if is_measured else {},
-            messages=(*self._about_precision(trace), *self.messages, *_about_overwriting(counts)),
-            exit_reason=self._ending[0],
-            error=self._ending[1],
-            device=self._device.type,
-            precision=self._label,
-            **{
-                **self._facts,
-                "versions": {
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                    **self._facts.get("versions", {}),
-                },
-            },
-        )
 
     def report(self) -> str:
         """The report as text of 80 columns without colour."""
@@ -721,32 +607,3 @@ def _abandon_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
-
-# What a Result says about one program; the rest is about the whole run.
-_OF_A_PROGRAM = (
-    "planned_peak_bytes", "eager_peak_bytes", "predicted_peak_bytes", "floor_bytes", "step_seconds", "eager_step_seconds",
-    "predicted_step_seconds", "moves", "eager_bytes_by_kind",
-)  # fmt: skip
-
-
-def _about_overwriting(counts: Counts) -> list[str]:
-    if not counts.num_overwritten + counts.num_not_overwritten:
-        return []
-    refused = (
-        f"; {counts.num_not_overwritten} could not at that moment and ran as written" if counts.num_not_overwritten else ""
-    )
-    return [f"{counts.num_overwritten} calls wrote their result over their input{refused}."]
-
-
-def _exit_reason(error: BaseException | None) -> str:
-    if error is None:
-        return core.FINISHED
-    if isinstance(error, BudgetError):
-        return core.BUDGET
-    if isinstance(error, KeyboardInterrupt):
-        return core.INTERRUPTED
-    if isinstance(error, SystemExit):
-        return core.EXITED if error.code else core.FINISHED
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate memory" in str(error):
-        return core.OUT_OF_MEMORY
-    return core.EXCEPTION
