@@ -48,9 +48,8 @@ def draw_machine(document: dict[str, Any]) -> str:
     about = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     hardware = document["hardware"]
     threads = f"{hardware['num_threads']} thread{'s' if hardware['num_threads'] != 1 else ''}"
-    return (
-        f"{about}; {hardware['cpu']}, {hardware['num_cores']} cores, {threads}; commit {document['commit']}; {document['date']}"
-    )
+    environment = "".join(f", {name}={value}" for name, value in document.get("environment", {}).items())
+    return f"{about}{environment}; {hardware['cpu']}, {hardware['num_cores']} cores, {threads}; commit {document['commit']}; {document['date']}"
 
 
 def _git(*arguments: str) -> str:
