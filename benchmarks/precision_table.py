@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,8 @@ def draw_row(row: Row) -> str:
 
 
 def draw_claims(rows: list[Row], folder: Path) -> list[str]:
-    """The guide's two claims beside what was measured. folder: where inplace.md lies, if in-place modules have been measured."""
-    inplace = "[inplace.md](inplace.md)" if (folder / "inplace.md").exists() else "not measured here"
-    lines = [CLAIMS_HEADER, f'| in-place modules save "a little" | {inplace} |']
+    """The guide's two claims beside what was measured. folder: where inplace.json lies, if in-place modules have been measured."""
+    lines = [CLAIMS_HEADER, f'| in-place modules save "a little" of the peak | {_claim_in_place(folder / "inplace.json")} |']
     for half in dict.fromkeys(row["half"] for row in rows if row["variant"] == "O1"):
         alone = [
             row
@@ -53,6 +53,14 @@ def draw_claims(rows: list[Row], folder: Path) -> list[str]:
         same = ", ".join(f"{name} {_mib(o1[name])} MiB of {_mib(plain[name])} in float32" for name in o1 if name in plain)
         lines.append(f"| (not said) parameters, gradients and optimizer state under O1 | {same} |")
     return lines
+
+
+def _claim_in_place(path: Path) -> str:
+    if not path.exists():
+        return "not measured here"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    shares = [f"{row['workload']} {row['variant']} {row['predicted_bytes'] / row['peak_bytes']:.1%}" for row in rows]
+    return f"{', '.join(shares)} ([inplace.md](inplace.md))"
 
 
 def draw_convergence(row: Row, plain: Row) -> str:

@@ -15,6 +15,14 @@ def lazy_imports() -> None:
     torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1).step()
 
 
+@pytest.fixture(autouse=True)
+def quick_collections(lazy_imports: None) -> None:
+    """What imports and earlier tests have left is not looked through again and again: every measured step collects garbage first, and in a
+    process that has imported everything a collection takes half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Workspaces depend on the number of threads."""
@@ -22,12 +30,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def alone(one_thread: None) -> Iterator[None]:
-    """One thread, and what is here already left out of the collector's and the oracle's looking."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -34,12 +34,14 @@ def test_what_was_not_timed_and_what_did_not_run_have_no_numbers() -> None:
 def test_the_claims_are_read_from_the_rows_of_o1_alone(tmp_path) -> None:
     rows = [row("float32", 100), row("O1", 60), row("O1", 45, percent=75), row("O1", 55, half="fp16")]
     claims = draw_claims(rows, tmp_path)
-    assert '| in-place modules save "a little" | not measured here |' in claims
+    assert '| in-place modules save "a little" of the peak | not measured here |' in claims
     assert '| O1 saves "about half" of the peak (bf16) | W1 40% |' in claims
     assert '| O1 saves "about half" of the peak (fp16) | W1 45% |' in claims
     assert claims[-1].endswith("under O1 | W1 20.0 MiB of 20.0 in float32 |")
-    (tmp_path / "inplace.md").write_text("")
-    assert '| in-place modules save "a little" | [inplace.md](inplace.md) |' in draw_claims(rows, tmp_path)
+    in_place = {"workload": "W3", "variant": "LeakyReLU(0.1)", "predicted_bytes": 30 * MIB, "peak_bytes": 100 * MIB}
+    (tmp_path / "inplace.json").write_text(json.dumps({"rows": [in_place, in_place | {"workload": "W4", "predicted_bytes": 0}]}))
+    found = "W3 LeakyReLU(0.1) 30.0%, W4 LeakyReLU(0.1) 0.0% ([inplace.md](inplace.md))"
+    assert f'| in-place modules save "a little" of the peak | {found} |' in draw_claims(rows, tmp_path)
 
 
 def test_the_document_names_the_commit_of_each_row(tmp_path) -> None:

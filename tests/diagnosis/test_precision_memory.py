@@ -93,7 +93,7 @@ def test_float32_leaves_no_copies():
     assert (copies.weight_bytes, copies.input_bytes, copies.twice_bytes) == (0, 0, 0)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_thread")
 def test_o1_shrinks_no_parameter_gradient_or_optimizer_state():
     found = compare(measure("O0", linears, 2), measure("O1", linears, 2))
     assert found.kinds["parameter"][0] == found.kinds["parameter"][1] == 6 * WEIGHT_BYTES

@@ -14,7 +14,7 @@ from memfit.core.plan import Move
 from memfit.engine.tape import Tape
 from memfit.techniques import recompute
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MUL, EXP = "0|Scaled#0/0:mul", "0|Scaled#0/1:exp"
 EVICT_EXP = Move(recompute.name, "Scaled", evict=(f"{EXP}|out0",), calls=(MUL, EXP))

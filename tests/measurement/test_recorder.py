@@ -20,7 +20,7 @@ from memfit.runtime.session import Session
 B, D = 512, 64  # an activation is 128 KiB
 
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Program:

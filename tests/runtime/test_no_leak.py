@@ -16,7 +16,7 @@ from memfit.runtime.session import Session
 B, D = 256, 32
 
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):

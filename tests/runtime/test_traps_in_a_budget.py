@@ -49,7 +49,7 @@ OVER = {
 
 
 @pytest.fixture(autouse=True)
-def _counted_time(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _counted_time(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
 
     def tick() -> float:

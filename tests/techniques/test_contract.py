@@ -20,7 +20,7 @@ from memfit.techniques import recompute
 B, D, DEPTH = 512, 64, 6
 
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):

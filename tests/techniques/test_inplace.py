@@ -26,7 +26,7 @@ from memfit.techniques import inplace
 from techniques.in_place import applied, everywhere, move_for, on_a_python_understood, sites_of, trace_of
 
 pytestmark = pytest.mark.usefixtures(
-    "alone"
+    "one_thread"
 )  # else each measured step goes through what earlier tests left: most of the time here
 
 

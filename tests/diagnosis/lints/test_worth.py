@@ -42,7 +42,7 @@ READS = "total += loss.item()"
 SUMS = "accuracy = (hidden.tanh() * hidden).mean(); hits += accuracy\n        total += loss"
 
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trace(folder: Path, source: str) -> Trace:
