@@ -34,7 +34,7 @@ TIMEOUT_SECONDS = 300.0
 
 
 def measure_workload(name: str, *, quick: bool, timeout_seconds: float) -> list[Row]:
-    """All rows of one workload: eager against itself, the peers, memfit from idle down to its floor."""
+    """All rows of one workload: eager against itself, the peers, memfit from idle down to its floor, and where it aims."""
     num_pairs, num_peer_pairs = (QUICK_NUM_PAIRS, QUICK_NUM_PAIRS) if quick else (NUM_PAIRS, NUM_PEER_PAIRS)
     with Bench(WORKLOADS[name], num_pairs=num_pairs, timeout_seconds=timeout_seconds) as bench:
         bench.measure(EAGER)
@@ -47,6 +47,10 @@ def measure_workload(name: str, *, quick: bool, timeout_seconds: float) -> list[
             for budget_bytes, label in choose_budgets(floor_bytes, bench.eager.peak, peaks, num_budgets):
                 if label != table.FLOOR:
                     bench.measure(MEMFIT, budget_bytes, label)
+            for activation_mib in (mib for workload, mib, ratio in table.AIMS if workload == name and ratio is not None):
+                aim_bytes = activation_mib * table.MIB + bench.eager.peak - bench.eager.activations
+                if not quick and aim_bytes >= floor_bytes:
+                    bench.measure(MEMFIT, aim_bytes, f"{activation_mib} MiB of activations")
         bench.measure_planned_floor()
     others = [row for row in bench.rows if row["variant"] != MEMFIT]
     ours = [row for row in bench.rows if row["variant"] == MEMFIT]

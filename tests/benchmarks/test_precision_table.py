@@ -39,7 +39,9 @@ def test_the_claims_are_read_from_the_rows_of_o1_alone(tmp_path) -> None:
     assert '| O1 saves "about half" of the peak (fp16) | W1 45% |' in claims
     assert claims[-1].endswith("under O1 | W1 20.0 MiB of 20.0 in float32 |")
     in_place = {"workload": "W3", "variant": "LeakyReLU(0.1)", "predicted_bytes": 30 * MIB, "peak_bytes": 100 * MIB}
-    (tmp_path / "inplace.json").write_text(json.dumps({"rows": [in_place, in_place | {"workload": "W4", "predicted_bytes": 0}]}))
+    (tmp_path / "inplace.json").write_text(
+        json.dumps({"rows": [in_place, in_place | {"workload": "W4", "predicted_bytes": 0}]})
+    )
     found = "W3 LeakyReLU(0.1) 30.0%, W4 LeakyReLU(0.1) 0.0% ([inplace.md](inplace.md))"
     assert f'| in-place modules save "a little" of the peak | {found} |' in draw_claims(rows, tmp_path)
 
