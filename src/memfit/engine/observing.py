@@ -6,6 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
+
     from memfit.engine.cell import Call, Cell, Handle
 
 
@@ -20,6 +22,7 @@ class Observer(Protocol):
     ) -> None: ...  # a recipe for these cells alone, before their call's own on_end
     def on_end(self, call: Call, cells: list[Cell]) -> None: ...
     def on_save(self, handle: Handle, call: Call | None) -> None: ...
+    def on_packed(self, bits: torch.UntypedStorage) -> None: ...  # of a dropout's noise
     def on_evicted(self, handle: Handle) -> None: ...
     def on_unpack(self, handle: Handle) -> None: ...
     def on_restored(self, handle: Handle, num_calls: int) -> None: ...

@@ -267,7 +267,10 @@ class Tape(TorchFunctionMode):
         self.paused += 1
         self.num_packing += 1
         try:
-            return pack(view_of(storage, (dtype, 0, torch.Size([num_elements]), (1,)))).untyped_storage()
+            bits = pack(view_of(storage, (dtype, 0, torch.Size([num_elements]), (1,)))).untyped_storage()
+            if self.observer is not None:
+                self.observer.on_packed(bits)
+            return bits
         finally:
             self.num_packing -= 1
             self.paused -= 1

@@ -611,6 +611,11 @@ class Recorder(TorchDispatchMode):
         self._events.append((core.SAVE, index))
         self._overhead_seconds += time.perf_counter() - entered
 
+    def on_packed(self, bits: torch.UntypedStorage) -> None:
+        """Bits made while room is made within an operation: this mode is off then and has not seen them."""
+        if self._is_on and bits._cdata not in self._watched:
+            self._file(bits, "activation", own=True)
+
     def on_evicted(self, handle: Handle) -> None:
         """The handle no longer holds its storage."""
         index = self._handles.get(id(handle))

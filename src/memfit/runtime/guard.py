@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import torch
+
 from memfit.core.errors import BudgetError
 from memfit.core.precision import suggest
 from memfit.core.sizes import format_size
@@ -125,6 +127,9 @@ class Guard:
         self._saved_in[id(handle)] = self._number_of[call]
         if len(cell.handles) == 1 and self._made.get(cell, -1) >= self._open_start:
             self._open_bytes += cell.nbytes
+
+    def on_packed(self, bits: torch.UntypedStorage) -> None:
+        self._recorder.on_packed(bits)
 
     def on_evicted(self, handle: Handle) -> None:
         self._recorder.on_evicted(handle)
