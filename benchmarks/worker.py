@@ -7,9 +7,11 @@ included; and so that nothing but the variant is in the memory that is counted.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -97,6 +99,10 @@ class Variant:
         """CPU and wall seconds of one of the next `num_steps` steps, on average."""
         return self._ask("time", num_steps)
 
+    def give_back(self) -> None:
+        """Give the memory that malloc keeps back to the system: another process needs it."""
+        self._ask("give back")
+
     def facts(self) -> dict[str, Any]:
         """What memfit says of its run; empty for the other variants."""
         return self._ask("facts")
@@ -169,6 +175,11 @@ def _enter(setup: Setup, name: str, budget_bytes: int | None, plan: Any) -> Iter
 def _obey(setup: Setup, session: Any, command: str, *arguments: Any) -> Any:
     if command == "time":
         return oracle.time_step(setup.step, *arguments)
+    if command == "give back":
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
+        return None
     if command == "facts":
         return _read_facts(session) if session is not None else {}
     loss, memory = oracle.measure_activations(lambda: _step_without_clearing(setup), setup.model)
