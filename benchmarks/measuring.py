@@ -15,6 +15,7 @@ another process, as the median ratio of the pairs: another job on the machine, o
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 from collections.abc import Iterable
@@ -112,28 +113,50 @@ class Bench:
         self._partner.give_back()  # the trace is of the plain step, which takes as much once more
         return self.measure(MEMFIT, label=PLANNED_FLOOR, is_planned=True)
 
+    def measure_together(self, wanted: list[tuple[str, int | None, str]], num_rounds: int) -> list[Row]:
+        """The rows of (name, budget, label), all alive at once and stepped in turn with plain eager: each round takes a ratio of each, so
+        that a machine that changes from minute to minute changes all alike. For workloads that fit into memory together."""
+        with contextlib.ExitStack() as stack:
+            variants, rows = [], []
+            for name, budget_bytes, label in wanted:
+                variant = Variant(self.workload, name, budget_bytes, self.num_threads, self.timeout_seconds)
+                variants.append(stack.enter_context(variant))
+                start = {"workload": self.workload.name, "variant": name, "label": label, "budget_bytes": budget_bytes}
+                rows.append(start | self._weigh(variant) | variant.facts())
+            rounds = []
+            for _ in range(num_rounds + 1):  # the first warms all up
+                times = [each.time_step(self.num_steps) for each in (self._partner, *variants)]
+                rounds.append(times)
+            for number, row in enumerate(rows, 1):
+                row |= _compare_times([(times[0], times[number]) for times in rounds[1:]])
+                print(draw_row(row), file=sys.stderr, flush=True)
+        self.rows += rows
+        return rows
+
     def _measure(self, variant: Variant, num_pairs: int) -> Row:
+        row = self._weigh(variant) | self._time(variant, num_pairs) | variant.facts()
+        if variant.is_planned:
+            row["within_budget"] = row["peak_bytes"] <= row["budget_bytes"]
+        if predicted := row.get("predicted_peak_bytes"):
+            row["prediction_error"] = predicted / max(row["step_peak_bytes"][2:]) - 1  # settled from the third step on
+        return row
+
+    def _weigh(self, variant: Variant) -> Row:
+        """The bytes of its traced steps, and its bits after the last beside plain eager's."""
         steps, digest = _trace(variant)
         differing = compare_digests(digest, self._digest)
         peak = max(step.peak for step in steps)
-        row: Row = {
+        return {
             "baseline_bytes": [step.baseline for step in steps],
             "step_peak_bytes": [step.peak for step in steps],
             "peak_bytes": peak,
             "peak_of_eager": peak / self.eager.peak,
             "activation_bytes": steps[-1].activations,
-            "within_budget": True,
+            "within_budget": variant.budget_bytes is None or peak <= variant.budget_bytes,
             "equal": not differing,
             "num_parts_compared": len(digest),
             "differing": differing,
         }
-        row |= self._time(variant, num_pairs)
-        row |= variant.facts()
-        if variant.budget_bytes is not None or variant.is_planned:
-            row["within_budget"] = peak <= row.get("budget_bytes", variant.budget_bytes)
-        if predicted := row.get("predicted_peak_bytes"):
-            row["prediction_error"] = predicted / max(step.peak for step in steps[2:]) - 1  # settled from the third step on
-        return row
 
     def _time(self, variant: Variant, num_pairs: int) -> Row:
         pairs = []
@@ -143,16 +166,20 @@ class Bench:
             else:
                 eager, ours = self._partner.time_step(self.num_steps), variant.time_step(self.num_steps)
             pairs.append((eager, ours))
-        del pairs[0]  # warms both up
-        return {
-            "cpu_time_ratio": statistics.median(ours[0] / eager[0] for eager, ours in pairs),
-            "wall_time_ratio": statistics.median(ours[1] / eager[1] for eager, ours in pairs),
-            "cpu_seconds": statistics.median(ours[0] for _, ours in pairs),
-            "wall_seconds": statistics.median(ours[1] for _, ours in pairs),
-            "eager_cpu_seconds": statistics.median(eager[0] for eager, _ in pairs),
-            "eager_wall_seconds": statistics.median(eager[1] for eager, _ in pairs),
-            "num_pairs": num_pairs,
-        }
+        return _compare_times(pairs[1:])  # the first warms both up
+
+
+def _compare_times(pairs: list[tuple[tuple[float, float], tuple[float, float]]]) -> Row:
+    """Pairs of plain eager's and a variant's (CPU, wall) seconds."""
+    return {
+        "cpu_time_ratio": statistics.median(ours[0] / eager[0] for eager, ours in pairs),
+        "wall_time_ratio": statistics.median(ours[1] / eager[1] for eager, ours in pairs),
+        "cpu_seconds": statistics.median(ours[0] for _, ours in pairs),
+        "wall_seconds": statistics.median(ours[1] for _, ours in pairs),
+        "eager_cpu_seconds": statistics.median(eager[0] for eager, _ in pairs),
+        "eager_wall_seconds": statistics.median(eager[1] for eager, _ in pairs),
+        "num_pairs": len(pairs),
+    }
 
 
 def _trace(variant: Variant) -> tuple[list[StepBytes], dict[str, str]]:
