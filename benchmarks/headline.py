@@ -1,7 +1,7 @@
 """The headline: BERT-base question answering, batch 20 of 384 tokens, plain, with Hugging Face's checkpointing, and under budgets.
 
     python benchmarks/headline.py -o benchmarks/results/headline.json                            # about 35 minutes on 2 cores, 14 GB
-    python benchmarks/headline.py --batch 5 --together 6 --budgets 1.8GB,2.2GB -o five.json          # 8 minutes, 14 GB: a quarter of the batch
+    python benchmarks/headline.py --batch 8 --together 4 --budgets 2.2GB,3GB -o eight.json           # about 12 minutes, 16 GB
     python benchmarks/headline.py --size tiny --batch 8 --length 128 --budgets 45MB -o quick.json    # a minute, to try the script
 
 `transformers` BertForQuestionAnswering, eager attention, dropout, float32, Adam. Budgets: gradient checkpointing's own peak, those

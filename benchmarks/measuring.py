@@ -117,18 +117,26 @@ class Bench:
         """The rows of (name, budget, label), all alive at once and stepped in turn with plain eager: each round takes a ratio of each, so
         that a machine that changes from minute to minute changes all alike. For workloads that fit into memory together."""
         with contextlib.ExitStack() as stack:
-            variants, rows = [], []
+            rows: list[Row] = []
+            alive: list[tuple[Variant, Row]] = []
             for name, budget_bytes, label in wanted:
-                variant = Variant(self.workload, name, budget_bytes, self.num_threads, self.timeout_seconds)
-                variants.append(stack.enter_context(variant))
-                start = {"workload": self.workload.name, "variant": name, "label": label, "budget_bytes": budget_bytes}
-                rows.append(start | self._weigh(variant) | variant.facts())
-            rounds = []
-            for _ in range(num_rounds + 1):  # the first warms all up
-                times = [each.time_step(self.num_steps) for each in (self._partner, *variants)]
-                rounds.append(times)
-            for number, row in enumerate(rows, 1):
+                variant = stack.enter_context(
+                    Variant(self.workload, name, budget_bytes, self.num_threads, self.timeout_seconds)
+                )
+                row: Row = {"workload": self.workload.name, "variant": name, "label": label, "budget_bytes": budget_bytes}
+                rows.append(row)
+                try:
+                    row |= self._weigh(variant) | variant.facts()
+                    alive.append((variant, row))
+                except VariantError as error:
+                    row |= {"error": str(error), "error_kind": error.kind, "needed_bytes": error.needed_bytes}
+            rounds = [
+                [each.time_step(self.num_steps) for each in (self._partner, *(variant for variant, _ in alive))]
+                for _ in range(num_rounds + 1)  # the first warms all up
+            ]
+            for number, (_, row) in enumerate(alive, 1):
                 row |= _compare_times([(times[0], times[number]) for times in rounds[1:]])
+            for row in rows:
                 print(draw_row(row), file=sys.stderr, flush=True)
         self.rows += rows
         return rows
