@@ -79,10 +79,7 @@ class Replayer(Tables):
         """See `replay`."""
         moves = frozenset(evict), frozenset(pin), frozenset(transient)
         events = [(operation, operand, 0) for operation, operand in self.events]
-        run = Rerun(self, *moves)
-        run.play(events)
-        holders = Rerun(self, *moves)
-        holders.play(events, until_event=run.peak_event, until_bytes=run.peak_bytes)
+        run, holders = self._play_to_peak(moves, events)
         return Replay(
             peak_bytes=run.peak_bytes,
             peak_event=run.peak_event,
@@ -106,10 +103,14 @@ class Replayer(Tables):
     def waiting(self, evict: Iterable[int] = (), pin: Iterable[int] = (), transient: Iterable[int] = ()) -> tuple[int, ...]:
         """The cells that have come back at the moment of the peak and wait for a reader."""
         moves = frozenset(evict), frozenset(pin), frozenset(transient)
-        run, again = Rerun(self, *moves), Rerun(self, *moves)
-        run.play(self.short_events)
-        again.play(self.short_events, until_event=run.peak_event, until_bytes=run.peak_bytes)
-        return tuple(again.waiting)
+        return tuple(self._play_to_peak(moves, self.short_events)[1].waiting)
+
+    def _play_to_peak(self, moves: tuple[frozenset[int], ...], events: list[tuple[int, int, int]]) -> tuple[Rerun, Rerun]:
+        """The whole rerun, and one that has stopped at its peak."""
+        whole, at_peak = Rerun(self, *moves), Rerun(self, *moves)
+        whole.play(events)
+        at_peak.play(events, until_event=whole.peak_event, until_bytes=whole.peak_bytes)
+        return whole, at_peak
 
     def requests(self, evict: Iterable[int] = (), pin: Iterable[int] = (), transient: Iterable[int] = ()) -> list[Request]:
         """What the step asks of an allocator, event by event. Costs a look at all storages an event: some seconds for a large trace."""

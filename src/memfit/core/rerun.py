@@ -92,9 +92,7 @@ class Rerun:
     passing: by transient cell that a restore passes, its instance and the calls of the restore that have yet to read it.
     """
 
-    def __init__(
-        self, tables: Tables, evict: frozenset[int], pin: frozenset[int], transient: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, tables: Tables, evict: frozenset[int], pin: frozenset[int], transient: frozenset[int]) -> None:
         self.tables = tables
         num_cells = len(tables.cell_storage)
         self.evict, self.pin, self.transient = evict, pin, transient

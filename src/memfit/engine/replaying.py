@@ -7,7 +7,6 @@ inside can be had as well.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ def materialise(cell: Cell, verify: bool, counts: Counts) -> int:
     assert cell.need > 0
     assert cell.storage is None
     calls: dict[Call, None] = {}
+    num_readers: Counter[Cell] = Counter()
     stack = [cell.call]
     while stack:
         call = stack.pop()
@@ -47,9 +47,11 @@ def materialise(cell: Cell, verify: bool, counts: Counts) -> int:
                         "or exclude the place by planning with a larger budget, and please report it."
                     )
                 stack.append(source.call)
+                if source.transient and source is not cell:
+                    num_readers[source] += 1
     made: set[Cell] = set()
     interception = _Interception()
-    passing = _Passing(cell, calls)
+    passing = _Passing(cell, num_readers)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(interception.pack, _never_unpacked):
         for call in sorted(calls, key=lambda each: (each.seq, each.makes)):  # a call's noise before its product
             _run(call, made, passing, interception, _Outside(call) if verify else None, counts)
@@ -60,12 +62,11 @@ def materialise(cell: Cell, verify: bool, counts: Counts) -> int:
 class _Passing:
     """The transient cells that a restore passes: their content, until the last of its calls that read it has run."""
 
-    def __init__(self, target: Cell, calls: Iterable[Call]) -> None:
+    def __init__(self, target: Cell, num_readers: Counter[Cell]) -> None:
+        """num_readers: by transient cell that is passed, the calls of the restore that read it."""
         self._target = target
         self._storages: dict[Cell, torch.UntypedStorage] = {}
-        self._num_readers = Counter(
-            each for call in calls for each in call.inputs if each.storage is None and self.passes(each)
-        )
+        self._num_readers = num_readers
 
     def passes(self, cell: Cell) -> bool:
         """Whether this restore keeps the cell for nobody else."""

@@ -7,6 +7,7 @@ a cell is cheap (noise from its bits, a product with it), computing it twice is 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 from memfit.planner.frontier import pareto
@@ -19,6 +20,10 @@ _LEAST_SHARE = 0.002  # of the peak that a kind of cells must hold to be looked 
 
 def lighten(problem: Problem, frontier: list[Choice], num_replays: int) -> list[Choice]:
     """Choices below the frontier's, the lowest first, with cells made transient kind by kind, until `num_replays` are used up."""
+    kinds = _find_kinds(problem)
+    alike: dict[str, set[int]] = defaultdict(set)
+    for cell, kind in kinds.items():
+        alike[kind].add(cell)
     found: list[Choice] = []
     end = problem.num_evaluations + num_replays
     for choice in frontier:
@@ -27,21 +32,32 @@ def lighten(problem: Problem, frontier: list[Choice], num_replays: int) -> list[
             if current is None or problem.num_evaluations >= end:
                 break
             tried = [
-                problem.evaluate(current.evict, current.pin, current.transient | kind) for kind in _kinds(problem, current)
+                problem.evaluate(current.evict, current.pin, current.transient | alike[kind])
+                for kind in _largest_kinds(problem, current, kinds)
             ]
             found += tried
             current = _best(current, tried)
     return pareto(found) if found else []
 
 
-def _kinds(problem: Problem, choice: Choice) -> list[frozenset[int]]:
-    """The cells that wait at the choice's peak, each with its like in the whole step, the largest first."""
+def _find_kinds(problem: Problem) -> dict[int, str]:
+    """By cell that can come back: its place and position without the numbers, which the layers of a network have in common."""
+    calls = problem.trace.calls
+    return {
+        index: re.sub(r"\d+", "*", calls[cell.call].place) + f"|{cell.position}"
+        for index, cell in enumerate(problem.trace.cells)
+        if problem.producer[index] >= 0
+    }
+
+
+def _largest_kinds(problem: Problem, choice: Choice, kinds: dict[int, str]) -> list[str]:
+    """The kinds of the cells that wait at the choice's peak, the largest first."""
     waiting = set(problem.find_waiting(choice)) - choice.transient
     num_bytes: dict[str, int] = defaultdict(int)
     for cell in waiting:
-        num_bytes[problem.kind[cell]] += int(problem.sizes[cell])
+        num_bytes[kinds[cell]] += int(problem.sizes[cell])
     largest = sorted(num_bytes, key=lambda kind: (-num_bytes[kind], kind))[:_MOST_KINDS]
-    return [problem.alike[kind] for kind in largest if num_bytes[kind] > _LEAST_SHARE * choice.peak_bytes]
+    return [kind for kind in largest if num_bytes[kind] > _LEAST_SHARE * choice.peak_bytes]
 
 
 def _best(current: Choice, tried: list[Choice]) -> Choice | None:

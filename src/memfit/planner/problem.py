@@ -15,8 +15,6 @@ A cut takes about 1 ms for 1,500 calls: scipy's Dinic on integers.
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,7 +58,6 @@ class Problem:
     evicted.
     lonely_from, lonely_until: the events between which only handles hold the storage: evicting pays in there alone.
     last_read: the last call that reads the cell, or -1.
-    kind: the cell's place and position without the numbers, which the layers of a network have in common; alike: the cells of a kind.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -80,21 +77,8 @@ class Problem:
         self.last_read = np.full(num_cells, -1, dtype=np.int64)
         for index, call in enumerate(trace.calls):
             self.last_read[list(call.inputs)] = index
-        self._find_alike()
         self._find_lonely_spans()
         self._build_graph(num_cells, num_calls)
-
-    def _find_alike(self) -> None:
-        calls = self.trace.calls
-        self.kind = [
-            re.sub(r"\d+", "*", calls[cell.call].place) + f"|{cell.position}" if cell.call >= 0 else ""
-            for cell in self.trace.cells
-        ]
-        members: dict[str, set[int]] = defaultdict(set)
-        for cell, kind in enumerate(self.kind):
-            if self.producer[cell] >= 0:
-                members[kind].add(cell)
-        self.alike = {kind: frozenset(cells) for kind, cells in members.items()}
 
     def _find_lonely_spans(self) -> None:
         num_cells = len(self.trace.cells)
