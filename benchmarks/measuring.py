@@ -76,13 +76,13 @@ class Bench:
         is_planned: bool = False,
     ) -> Row:
         """The row of one variant, in `rows` as well; with 'error' instead of numbers where it fails or refuses. is_planned: see Variant."""
-        row: Row = {"workload": self.workload.name, "variant": name, "label": label, "budget_bytes": budget_bytes}
+        row = self._start_row(name, budget_bytes, label)
         variant = Variant(self.workload, name, budget_bytes, self.num_threads, self.timeout_seconds, is_planned)
         try:
             with variant:
                 row |= self._measure(variant, num_pairs or self.num_pairs)
         except VariantError as error:
-            row |= {"error": str(error), "error_kind": error.kind, "needed_bytes": error.needed_bytes}
+            row |= _describe_error(error)
         self.rows.append(row)
         print(draw_row(row), file=sys.stderr, flush=True)
         return row
@@ -94,7 +94,7 @@ class Bench:
         """
         told = [row[key] for row in self.rows for key in ("floor_bytes", "needed_bytes") if row.get(key)]
         if not told:
-            row = {"workload": self.workload.name, "variant": MEMFIT, "label": FLOOR, "budget_bytes": None}
+            row = self._start_row(MEMFIT, None, FLOOR)
             row["error"], row["error_kind"] = "memfit named no smallest budget", None
             self.rows.append(row)
             return row
@@ -123,13 +123,13 @@ class Bench:
                 variant = stack.enter_context(
                     Variant(self.workload, name, budget_bytes, self.num_threads, self.timeout_seconds)
                 )
-                row: Row = {"workload": self.workload.name, "variant": name, "label": label, "budget_bytes": budget_bytes}
+                row = self._start_row(name, budget_bytes, label)
                 rows.append(row)
                 try:
                     row |= self._weigh(variant) | variant.facts()
                     alive.append((variant, row))
                 except VariantError as error:
-                    row |= {"error": str(error), "error_kind": error.kind, "needed_bytes": error.needed_bytes}
+                    row |= _describe_error(error)
             rounds = [
                 [each.time_step(self.num_steps) for each in (self._partner, *(variant for variant, _ in alive))]
                 for _ in range(num_rounds + 1)  # the first warms all up
@@ -140,6 +140,9 @@ class Bench:
                 print(draw_row(row), file=sys.stderr, flush=True)
         self.rows += rows
         return rows
+
+    def _start_row(self, name: str, budget_bytes: int | None, label: str) -> Row:
+        return {"workload": self.workload.name, "variant": name, "label": label, "budget_bytes": budget_bytes}
 
     def _measure(self, variant: Variant, num_pairs: int) -> Row:
         row = self._weigh(variant) | self._time(variant, num_pairs) | variant.facts()
@@ -175,6 +178,10 @@ class Bench:
                 eager, ours = self._partner.time_step(self.num_steps), variant.time_step(self.num_steps)
             pairs.append((eager, ours))
         return _compare_times(pairs[1:])  # the first warms both up
+
+
+def _describe_error(error: VariantError) -> Row:
+    return {"error": str(error), "error_kind": error.kind, "needed_bytes": error.needed_bytes}
 
 
 def _compare_times(pairs: list[tuple[tuple[float, float], tuple[float, float]]]) -> Row:
