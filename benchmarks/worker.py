@@ -149,7 +149,7 @@ def _plan_smallest(workload: Workload) -> Any:
     setup.step()  # the optimizer's state arrives
     trace = memfit.trace(setup.step)
     del setup
-    gc.collect()
+    _give_back()
     frontier = find_frontier(trace)
     floor_bytes = frontier.floor_bytes
     while slack_bytes(floor_bytes) > floor_bytes - frontier.floor_bytes:
@@ -176,9 +176,7 @@ def _obey(setup: Setup, session: Any, command: str, *arguments: Any) -> Any:
     if command == "time":
         return oracle.time_step(setup.step, *arguments)
     if command == "give back":
-        gc.collect()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
+        _give_back()
         return None
     if command == "facts":
         return _read_facts(session) if session is not None else {}
@@ -187,6 +185,12 @@ def _obey(setup: Setup, session: Any, command: str, *arguments: Any) -> Any:
     setup.optimizer.zero_grad(set_to_none=True)  # frees only, so the peak is known already
     step_bytes = StepBytes(memory.baseline_bytes, memory.peak_bytes, memory.activation_bytes)
     return step_bytes if digest is None else (step_bytes, digest)
+
+
+def _give_back() -> None:
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _step_without_clearing(setup: Setup) -> torch.Tensor:
