@@ -18,7 +18,7 @@ from worker import EAGER, MEMFIT
 
 COLOURS = {MEMFIT: "#1565c0", EAGER: "#000000", "checkpoint": "#c62828", "selective": "#ef6c00", "compile": "#6a1b9a"}
 MARKERS = {MEMFIT: "o", EAGER: "s", "checkpoint": "^", "selective": "D", "compile": "v"}
-CLOCKS = {"cpu": "CPU time of a step", "wall": "seconds of a step"}
+CLOCKS = {"cpu": "CPU time of a step", "wall": "seconds of a step", "user": "CPU time of a step without page faults"}
 
 
 @dataclass(frozen=True)

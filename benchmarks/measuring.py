@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from oracle import compare_digests
+from oracle import StepTime, compare_digests
 from table import FLOOR, PLANNED_FLOOR, draw_row
 from worker import EAGER, MEMFIT, StepBytes, Variant, VariantError
 from workloads import Workload
@@ -184,17 +184,14 @@ def _describe_error(error: VariantError) -> Row:
     return {"error": str(error), "error_kind": error.kind, "needed_bytes": error.needed_bytes}
 
 
-def _compare_times(pairs: list[tuple[tuple[float, float], tuple[float, float]]]) -> Row:
-    """Pairs of plain eager's and a variant's (CPU, wall) seconds."""
-    return {
-        "cpu_time_ratio": statistics.median(ours[0] / eager[0] for eager, ours in pairs),
-        "wall_time_ratio": statistics.median(ours[1] / eager[1] for eager, ours in pairs),
-        "cpu_seconds": statistics.median(ours[0] for _, ours in pairs),
-        "wall_seconds": statistics.median(ours[1] for _, ours in pairs),
-        "eager_cpu_seconds": statistics.median(eager[0] for eager, _ in pairs),
-        "eager_wall_seconds": statistics.median(eager[1] for eager, _ in pairs),
-        "num_pairs": len(pairs),
-    }
+def _compare_times(pairs: list[tuple[StepTime, StepTime]]) -> Row:
+    """Pairs of a step of plain eager and one of a variant."""
+    row: Row = {"num_pairs": len(pairs)}
+    for number, clock in enumerate(StepTime._fields):
+        row[f"{clock}_time_ratio"] = statistics.median(ours[number] / eager[number] for eager, ours in pairs)
+        row[f"{clock}_seconds"] = statistics.median(ours[number] for _, ours in pairs)
+        row[f"eager_{clock}_seconds"] = statistics.median(eager[number] for eager, _ in pairs)
+    return row
 
 
 def _trace(variant: Variant) -> tuple[list[StepBytes], dict[str, str]]:

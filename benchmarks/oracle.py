@@ -15,18 +15,24 @@ import gc
 import hashlib
 import itertools
 import json
+import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -213,10 +219,27 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + bits.numpy().tobytes()).hexdigest()
 
 
-def time_step(step: Callable[[], Any], num_steps: int = 1) -> tuple[float, float]:
-    """CPU seconds of this process, and wall seconds, of one of `num_steps` calls, on average."""
+class StepTime(NamedTuple):
+    """Seconds of a step: CPU time of all threads, wall time, and of the CPU time what was not spent in the system.
+
+    The system's share is page faults nearly alone. glibc's malloc learns, over a process's first steps, to give large blocks back less often:
+    BERT-base at 8 x 384 takes 4.1, 2.9, 2.0 and 1.3 s in the system in its first four steps, and 18.8 s +- 0.4 % besides.
+    """
+
+    cpu: float
+    wall: float
+    user: float
+
+
+def time_step(step: Callable[[], Any], num_steps: int = 1) -> StepTime:
+    """Seconds of one of `num_steps` calls, on average."""
     gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
+    start = _read_clocks()
     for _ in range(num_steps):
         step()
-    return (time.process_time() - cpu) / num_steps, (time.perf_counter() - wall) / num_steps
+    return StepTime(*((now - before) / num_steps for now, before in zip(_read_clocks(), start, strict=True)))
+
+
+def _read_clocks() -> StepTime:
+    user = resource.getrusage(resource.RUSAGE_SELF).ru_utime if resource is not None else os.times().user
+    return StepTime(time.process_time(), time.perf_counter(), user)

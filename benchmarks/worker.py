@@ -29,7 +29,11 @@ from workloads import Setup, Workload
 
 # glibc's malloc: keep what is freed, as a card's caching allocator does. Else every step asks the system for its large tensors anew, and a step
 # of plain eager takes 0.94 to 1.08 of another (W3); so 0.98 to 0.99. Read when a process starts. Takes the highest moment's memory for good.
+# (And scattered: 9.5 GB for BERT-base at 20 x 384 with gradient checkpointing, whose tensors are 2.6 GB at most.)
 KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(100 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
+
+# For what is too large for that: from the first step on what malloc would learn to do in the first few (see oracle.StepTime).
+NOTHING_TO_LEARN = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
 EAGER, MEMFIT = "eager", "memfit"  # the other variants are the names in peers.PEERS
 
@@ -95,8 +99,8 @@ class Variant:
         """As trace_step, and the digest of all state before the gradients go."""
         return self._ask("digest")
 
-    def time_step(self, num_steps: int = 1) -> tuple[float, float]:
-        """CPU and wall seconds of one of the next `num_steps` steps, on average."""
+    def time_step(self, num_steps: int = 1) -> oracle.StepTime:
+        """Seconds of one of the next `num_steps` steps, on average."""
         return self._ask("time", num_steps)
 
     def give_back(self) -> None:

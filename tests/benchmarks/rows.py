@@ -23,6 +23,7 @@ def row(variant: str, peak_mib: float, ratio: float, **other: Any) -> dict[str, 
         "differing": [],
         "cpu_time_ratio": ratio,
         "wall_time_ratio": ratio,
+        "user_time_ratio": ratio,
     } | other
 
 
