@@ -28,9 +28,9 @@ PROGRAMS = {
 }  # 10 s to plan
 NUM_STEPS = 3
 
-# What memfit holds itself and does not count: a generator's state for each recorded call that draws (5,056 bytes; at most 20
-# such calls are in a program), and the two rows of a fingerprint. 117 KB of 2 to 13 MB here, and no more in a larger model.
-OWN_BYTES = 20 * 5056 + 2 * 8192
+# What memfit takes for a moment and does not count: the generator's state before and after a call that draws, and the two rows of a
+# fingerprint. 26 KB of 2 to 13 MB here, and no more in a larger model.
+OWN_BYTES = 2 * 5056 + 2 * 8192
 
 TIGHT = frozenset(  # backward's own working set is more than 80 % of the step
     [
@@ -55,7 +55,7 @@ def _counted_time(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def tick() -> float:
         return float(next(ticks))
 
-    for module in ("backends", "recorder"):
+    for module in ("backends", "recorder", "rows"):
         monkeypatch.setattr(f"memfit.measurement.{module}.time", SimpleNamespace(perf_counter=tick, thread_time=tick))
     monkeypatch.setattr(CpuBackend, "_workspaces", {})  # as in a process of its own
 

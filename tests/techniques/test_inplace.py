@@ -20,8 +20,10 @@ from engine.programs import FORWARDS
 from equality import Program, Run, differences, make, plain, snapshot
 from memfit.core.inplace import COPIED, ROUNDED, apart, edit, find_idle, find_sites, propose, weigh
 from memfit.core.replay import replay
+from memfit.core.trace import BEGIN
 from memfit.engine.overwriting import in_place_form
 from memfit.engine.tape import Tape
+from memfit.runtime.session import Session
 from memfit.techniques import inplace
 from techniques.in_place import applied, everywhere, move_for, on_a_python_understood, sites_of, trace_of
 
@@ -572,6 +574,48 @@ def test_a_step_measured_under_the_plan_has_the_trace_of_the_plain_step() -> Non
     assert [(handle.cell, handle.call) for handle in found.handles] == [
         (handle.cell, handle.call) for handle in expected.handles
     ]
+
+
+def bytes_when_calls_begin(program: Program, *, in_place: bool) -> dict[str, int]:
+    """Of the third step, measured: by place of a call, what the program has alive when it begins. (What stands for a part of a call begins
+    after it.)"""
+    run = make(program)
+    with Session(None, None) as session:
+        run.step(0)
+        run.step(1)
+        if in_place:
+            trace = session.traces[-1]
+            inplace.apply(session._tape, [move_for(trace, propose(trace))])
+        run.step(2)
+    trace = session.traces[-1]
+    found: dict[str, int] = {}
+    for (operation, operand), live_bytes in zip(trace.events, replay(trace).live_bytes, strict=True):
+        if operation == BEGIN:
+            found.setdefault(trace.calls[operand].place, live_bytes)
+    return found
+
+
+def held_by_a_local_while_others_run(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """h ends with the function, and not with the call that overwrites it."""
+
+    def inner(h: torch.Tensor) -> torch.Tensor:
+        h = net.one(h)
+        return net.norm(h + x).exp().sin()
+
+    return net.two(inner(x).exp())
+
+
+TRACED = PROGRAMS | {
+    forward.__name__: training(forward) for forward, _ in [*SAFE_PLACES, (held_by_a_local_while_others_run, "")]
+}
+del TRACED["a_chain_of_two_thousand_calls"], TRACED["optimizers_that_step_inside_backward"]  # long; begins anywhere
+
+
+@on_a_python_understood
+@pytest.mark.parametrize("name", TRACED)
+def test_what_is_alive_in_a_step_measured_in_place_is_what_is_alive_in_the_plain_one(name: str) -> None:
+    expected, found = (bytes_when_calls_begin(TRACED[name], in_place=each) for each in (False, True))
+    assert found == expected
 
 
 @on_a_python_understood

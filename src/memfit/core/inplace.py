@@ -10,6 +10,7 @@ What does lower memory for long is a call that saves its input out of place and 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -125,6 +126,36 @@ def edit(trace: Trace, calls: Iterable[int]) -> Trace:
     in_place = frozenset(chosen)
     rows = tuple(replace(row, in_place="") if index in in_place else row for index, row in enumerate(trace.calls))
     return replace(trace, cells=tuple(cells), handles=tuple(handles), calls=rows, events=tuple(events))
+
+
+AT_BACKWARD = "backward"  # no call's place
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """When the program lets go of a call's input and of its result: before the call at this place begins; AT_BACKWARD if none does after it."""
+
+    input_before: str
+    result_before: str
+
+
+def find_let_go(trace: Trace) -> dict[str, LetGo]:
+    """By place of the calls that might be in place. Where one is, nothing else tells: a variable may hold the input well beyond the call
+    (`norm(x + y)` holds x until the norm is over), or beyond the result's end."""
+    begins = [(index, operand) for index, (operation, operand) in enumerate(trace.events) if operation == BEGIN]
+    released = {operand: index for index, (operation, operand) in enumerate(trace.events) if operation == RELEASE}
+
+    def before(cell: int) -> str:
+        event = released.get(trace.cells[cell].storage, len(trace.events))
+        number = bisect_right(begins, (event, -1))
+        return trace.calls[begins[number][1]].place if number < len(begins) else AT_BACKWARD
+
+    found = {}
+    for index, call in enumerate(trace.calls):
+        result = _result(trace, index)
+        if call.in_place and call.inputs and result is not None:
+            found[call.place] = LetGo(before(call.inputs[0]), before(result))
+    return found
 
 
 def apart(trace: Trace, call: int) -> Trace:

@@ -10,23 +10,25 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-RandomState = tuple[torch.Tensor, tuple[tuple[int, torch.Tensor], ...]]  # CPU state, (device index, CUDA state) pairs
+RandomState = tuple[bytes, tuple[tuple[int, bytes], ...]]  # CPU state (5 KB), (device index, CUDA state) pairs
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
 def random_state(cuda_devices: tuple[int, ...] = ()) -> RandomState:
-    """The states of the default CPU generator and of the given CUDA devices' generators."""
-    return torch.get_rng_state(), tuple((index, torch.cuda.get_rng_state(index)) for index in cuda_devices)
+    """The states of the default CPU generator and of the given CUDA devices' generators. Bytes, for a recipe holds them to the end: they are
+    bookkeeping like itself, no tensors of the step."""
+    cuda_states = tuple((index, torch.cuda.get_rng_state(index).numpy().tobytes()) for index in cuda_devices)
+    return torch.get_rng_state().numpy().tobytes(), cuda_states
 
 
 def set_random_state(state: RandomState) -> None:
-    torch.set_rng_state(state[0])
+    torch.set_rng_state(_as_tensor(state[0]))
     for index, cuda_state in state[1]:
-        torch.cuda.set_rng_state(cuda_state, index)
+        torch.cuda.set_rng_state(_as_tensor(cuda_state), index)
 
 
-def same_random_state(one: RandomState, other: RandomState) -> bool:
-    return torch.equal(one[0], other[0]) and all(torch.equal(a, b) for (_, a), (_, b) in zip(one[1], other[1], strict=True))
+def _as_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def autocast_state() -> Autocast:

@@ -15,7 +15,7 @@ class CallPolicy:
 
     evict: what leaves when it was saved. keep: what autograd saves anyway; recipes may lean on it. pin: what it does not save and
     the tape therefore holds until backward begins. transient: what a replay that passes it keeps for no later reader. in_place: the result
-    is written over the first argument, if that is safe then.
+    is written over the first argument, if that is safe then. is_replayed: what it makes may come back; else all of it is kept.
     """
 
     function: str
@@ -24,6 +24,7 @@ class CallPolicy:
     pin: frozenset[str]
     transient: frozenset[str] = frozenset()
     in_place: bool = False
+    is_replayed: bool = True
 
     def out_of_place(self) -> CallPolicy:
         """What it says if the call has to run out of place after all: its result is a cell of its own."""
@@ -31,7 +32,7 @@ class CallPolicy:
             frozenset("out0" if each == "mut0" else each for each in cells)
             for cells in (self.evict, self.keep, self.pin, self.transient)
         )
-        return CallPolicy(self.function, evict, keep, pin, transient)
+        return CallPolicy(self.function, evict, keep, pin, transient, is_replayed=self.is_replayed)
 
 
 Frame = dict[int, CallPolicy]  # by ordinal within the module invocation
@@ -74,7 +75,7 @@ class Policy:
         ]
         for place in places:
             frame, ordinal, function = policy._frame_of(place)
-            nothing = CallPolicy(function, frozenset(), frozenset(), frozenset())
+            nothing = CallPolicy(function, frozenset(), frozenset(), frozenset(), is_replayed=False)
             frame[ordinal] = replace(frame.get(ordinal, nothing), in_place=True)
         policy._know(untouched)
         return policy

@@ -13,7 +13,7 @@ import torch
 
 from memfit.core.inplace import SAFE
 from memfit.engine import functions
-from memfit.engine.ambient import attention_flags, autocast_state, random_state, same_random_state
+from memfit.engine.ambient import attention_flags, autocast_state, random_state
 from memfit.engine.cell import Call, Cell, Handle, Slot, Value, geometry_of
 from memfit.engine.filing import PLAIN_TYPES, cell_if_known, cell_of, file, is_plain, pin_source
 from memfit.engine.location import user_line
@@ -104,7 +104,7 @@ def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Fra
         saved, tape.saved_now = tape.saved_now, outer_saved
     if traits.draws:
         tape.paused += 1
-        if not same_random_state(state, random_state(devices)):
+        if state != random_state(devices):
             call.random_state = state
         tape.paused -= 1
     call.stops_early = (traits.stops_early or bool(call.autocast)) and call.random_state is None
@@ -165,7 +165,7 @@ def _settle_writes(tape: Tape, call: Call, values: list[torch.Tensor], versions:
             forget(tape, values[index])
         call.writes = None
     call.inputs = tuple(dict.fromkeys([value.cell for value in call.values if not value.scratch]))
-    if call.writes is not None and not _is_restorable(call.values[0].cell):
+    if call.writes is not None and not call.is_overwriting and not _is_restorable(call.values[0].cell):
         forget(tape, values[0])
         call.writes = None
         return False
@@ -221,7 +221,7 @@ def _settle_results(
         return cells
     if has_internal:
         split(tape, call, values, cells, saved)
-    if entry is not None:
+    if entry is not None and entry.is_replayed:
         for cell in cells:
             position = cell.position
             if position in entry.transient:

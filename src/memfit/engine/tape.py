@@ -25,7 +25,7 @@ from memfit.engine.frames import learn_counts
 from memfit.engine.handles import pack_saved, unpack_saved
 from memfit.engine.need import add_need, drop_need, let_go
 from memfit.engine.observing import Counts, Observer
-from memfit.engine.packing import pack
+from memfit.engine.packing import pack, workspace_bytes
 from memfit.engine.places import Places
 from memfit.engine.policy import Policy
 from memfit.engine.private import in_backward, is_in_compiled, run_backward
@@ -269,7 +269,7 @@ class Tape(TorchFunctionMode):
         try:
             bits = pack(view_of(storage, (dtype, 0, torch.Size([num_elements]), (1,)))).untyped_storage()
             if self.observer is not None:
-                self.observer.on_packed(bits)
+                self.observer.on_packed(bits, workspace_bytes(num_elements))
             return bits
         finally:
             self.num_packing -= 1

@@ -57,7 +57,7 @@ class Guard:
         self.num_evictions = 0
         self._may_lower = may_lower
         self._tape = tape
-        self._recorder = recorder
+        self._recorder, self._rows = recorder, recorder.rows
         self._budget_bytes = budget_bytes
         self._segment_bytes = max(budget_bytes - fixed_bytes, 1) / _SEGMENTS_IN_ROOM
         self._packing_bytes = 0  # what packing takes for a moment
@@ -85,7 +85,7 @@ class Guard:
     # ---- observer ----------------------------------------------------------------------------------------------------
 
     def on_begin(self, call: Call) -> None:
-        self._recorder.on_begin(call)
+        self._rows.on_begin(call)
         if self._is_backward:
             self._forget()
         self._trim_frontiers()
@@ -93,19 +93,19 @@ class Guard:
             self._enough_bytes = 1.25 * self._open_bytes
 
     def on_failed(self, call: Call) -> None:
-        self._recorder.on_failed(call)
+        self._rows.on_failed(call)
 
     def on_internal(self, call: Call) -> None:
-        self._recorder.on_internal(call)
+        self._rows.on_internal(call)
 
     def on_part(self, part: Call, cells: list[Cell]) -> None:
-        self._recorder.on_part(part, cells)
+        self._rows.on_part(part, cells)
         self._note(part, cells)
         if part.makes == "in":
             self._packing_bytes = max(self._packing_bytes, workspace_bytes(part.args[1]))
 
     def on_end(self, call: Call, cells: list[Cell]) -> None:
-        self._recorder.on_end(call, cells)
+        self._rows.on_end(call, cells)
         self._note(call, cells)
         self._number_of[call] = self._num_calls
         self._num_calls += 1
@@ -120,7 +120,7 @@ class Guard:
             self._last_read[cell] = self._num_calls
 
     def on_save(self, handle: Handle, call: Call | None) -> None:
-        self._recorder.on_save(handle, call)
+        self._rows.on_save(handle, call)
         cell = handle.cell
         if call is None or cell is None:
             return
@@ -128,15 +128,15 @@ class Guard:
         if len(cell.handles) == 1 and self._made.get(cell, -1) >= self._open_start:
             self._open_bytes += cell.nbytes
 
-    def on_packed(self, bits: torch.UntypedStorage) -> None:
-        self._recorder.on_packed(bits)
+    def on_packed(self, bits: torch.UntypedStorage, workspace_bytes: int) -> None:
+        self._rows.on_packed(bits, workspace_bytes)
 
     def on_evicted(self, handle: Handle) -> None:
-        self._recorder.on_evicted(handle)
+        self._rows.on_evicted(handle)
 
     def on_unpack(self, handle: Handle) -> None:
         self._is_backward = True
-        self._recorder.on_unpack(handle)
+        self._rows.on_unpack(handle)
         reached = self._saved_in.get(id(handle))
         if reached is None:
             return
@@ -146,10 +146,10 @@ class Guard:
             self._close(self._segments[-1])
 
     def on_restored(self, handle: Handle, num_calls: int) -> None:
-        self._recorder.on_restored(handle, num_calls)
+        self._rows.on_restored(handle, num_calls)
 
     def on_drop(self, handle: Handle) -> None:
-        self._recorder.on_drop(handle)
+        self._rows.on_drop(handle)
         self._saved_in.pop(id(handle), None)
 
     def before_optimizer(self) -> None:
@@ -182,7 +182,7 @@ class Guard:
             made = self._made[cell] - start
             if cell.handles:
                 saved[made + 1] += cell.nbytes
-            is_held = self._recorder.is_held_by_program(cell)
+            is_held = self._rows.is_held_by_program(cell)
             last = num_calls if is_held else self._last_read.get(cell, 0) - start
             if last > made:
                 nbytes = cell.nbytes if is_held or cell.living_storage() is not None else _DEAD
@@ -198,7 +198,7 @@ class Guard:
 
     def _crosses(self, cell: Cell, end: int) -> bool:
         """Whether a call from number `end` on has read the cell, or still may."""
-        return self._last_read.get(cell, -1) >= end or self._recorder.is_held_by_program(cell)
+        return self._last_read.get(cell, -1) >= end or self._rows.is_held_by_program(cell)
 
     def _trim_frontiers(self) -> None:
         """A frontier cell that the program let go of before any later segment read it is no frontier (a local never used again)."""
@@ -237,13 +237,13 @@ class Guard:
             self._evict(self._segments[-1])
             while not self._fits(nbytes) and self._merge_best():
                 pass
-        if self._recorder.live_bytes + nbytes > self._budget_bytes:
+        if self._recorder.ledger.live_bytes + nbytes > self._budget_bytes:
             raise self._error(nbytes)
 
     def _fits(self, nbytes: int) -> bool:
         reserve = self._packing_bytes if self._is_backward else _OPERATIONS_IN_RESERVE * self._recorder.largest_operation_bytes
         self._recorder.limit_bytes = self._budget_bytes - reserve
-        return self._recorder.live_bytes + nbytes <= self._recorder.limit_bytes
+        return self._recorder.ledger.live_bytes + nbytes <= self._recorder.limit_bytes
 
     def _let_go_of_restored(self, nbytes: int) -> None:
         """Evict again what a replay brought back too early: the earliest calls' content is asked for last. Costs further replays."""
@@ -311,16 +311,16 @@ class Guard:
                 self.num_evictions += 1
 
     def _error(self, nbytes: int) -> BudgetError:
-        live = self._recorder.live_bytes
+        live = self._recorder.ledger.live_bytes
         needed = live + nbytes
-        live_by_kind = dict(self._recorder.live_bytes_by_kind())
+        live_by_kind = dict(self._recorder.ledger.live_bytes_by_kind())
         by_kind = ", ".join(f"{kind} {format_size(size)}" for kind, size in live_by_kind.items())
         lower = ""
         if self._may_lower:
             wanted = {**live_by_kind, "temporary": live_by_kind.get("temporary", 0) + nbytes}
             lower = suggest(wanted, needed, self._budget_bytes)
         message = (
-            f"{format_size(self._budget_bytes)} is too small for this step: in the {self._recorder.phase} phase, with everything "
+            f"{format_size(self._budget_bytes)} is too small for this step: in the {self._recorder.ledger.phase} phase, with everything "
             f"evicted that can be recomputed, {format_size(live)} are alive and the next operation allocates "
             f"{format_size(nbytes)}. Alive: {by_kind}. No parameter was changed in this step. Use a budget of at least "
             f"{format_size(needed)}, a smaller batch, or `memfit trace` and `memfit plan` to see the smallest feasible one. {lower}"

@@ -89,11 +89,11 @@ class Outcome:
 
     def note_peak(self, recorder: Recorder | None, step: int) -> None:
         """What the recorder has seen of the step, if it is the highest so far."""
-        if recorder is not None and recorder.peak_bytes > self.peak_bytes:
-            self.peak_bytes = recorder.peak_bytes
-            self._peak_phase = recorder.peak_phase
+        if recorder is not None and recorder.ledger.peak_bytes > self.peak_bytes:
+            self.peak_bytes = recorder.ledger.peak_bytes
+            self._peak_phase = recorder.ledger.peak_phase
             self._peak_step = step
-            self._peak_by_kind = recorder.peak_bytes_by_kind
+            self._peak_by_kind = recorder.ledger.peak_bytes_by_kind
 
     def end_program(self, in_force: InForce) -> None:
         """Another program begins in the same run: of several the largest is told."""
@@ -182,7 +182,7 @@ class Outcome:
             if plan is not None
             else "nothing was planned yet"
         )
-        seen = max(self.peak_bytes, recorder.peak_bytes if recorder is not None else 0)
+        seen = max(self.peak_bytes, recorder.ledger.peak_bytes if recorder is not None else 0)
         return (
             f"step {self.num_steps + 1}: the device ran out of memory all the same; {planned}, and at most {format_size(seen)} "
             "were seen in the measured steps. Something else on the device takes memory, or this step was larger than those: "

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memfit.core import result as core
 from memfit.core.copies import find_copies
 from memfit.core.errors import BudgetError, MemfitError, UnsupportedError
+from memfit.core.inplace import find_let_go
 from memfit.core.plan import Plan
 from memfit.core.precision import Choice
 from memfit.core.replay import replay
@@ -202,7 +203,7 @@ class Session:
         """The model is there: from here on it counts, and the guard watches. Before, nothing could be evicted anyway."""
         self._is_training = True
         if self._recorder is not None:
-            self._recorder.peak_phase = "other"
+            self._recorder.ledger.peak_phase = "other"
             self._outcome.note_peak(self._recorder, 1)
             self._stop_recorder()
             self._tape.start_over()  # a module's initialisation is no part of the step
@@ -349,8 +350,8 @@ class Session:
             "optimizer state": list(self._holdings.state()),
             "gradient": self._holdings.gradients(),
         }
-        recorder = Recorder(self._backend, lambda: tape.is_restoring, known)
-        recorder.holders = self.holders
+        earlier = find_let_go(self.traces[-1]) if self.traces and self._num_measured_here else None
+        recorder = Recorder(self._backend, lambda: tape.is_restoring, known, self.holders, earlier)
         tape.record_all = True
         self._watch.is_learning = self.plan is None or self._is_given  # a plan from a file does not say for which inputs
         if self._budget_bytes is not None and self.plan is None and self._is_training:
@@ -360,11 +361,11 @@ class Session:
             tape.verify = self._verify != "off"
             tape.observer = self._guard
         else:
-            tape.observer = recorder
+            tape.observer = recorder.rows
         self._recorder = recorder
         self._outcome.begin_step()
         recorder.start()
-        releases.follow(recorder.note_dead)
+        releases.follow(recorder.rows.note_dead)
 
     def _end_measured_step(self) -> None:
         assert self._recorder is not None
@@ -379,7 +380,7 @@ class Session:
                 f"step {self._outcome.num_steps}: the guard let go of {self._guard.num_evictions} saved tensors under pressure."
             )
         if self.plan is not None and self.plan.moves:
-            self._outcome.planned_peak_bytes = self._recorder.peak_bytes  # of the plan in force, beside its prediction
+            self._outcome.planned_peak_bytes = self._recorder.ledger.peak_bytes  # of the plan in force, beside its prediction
         self._stop_recorder()
         if self._on_trace is not None:
             self._on_trace(trace, self._outcome.num_steps)
