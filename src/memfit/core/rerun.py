@@ -5,7 +5,7 @@ The live counterpart is engine/need.py; the two must agree to the byte.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from memfit.core.trace import ALLOC, BEGIN, DROP, END, OPERATIONS, PHASE, RELEASE, SAVE, SPIKE, UNPACK, Trace
 
@@ -16,8 +16,7 @@ _FOLD = len(OPERATIONS)  # a run of events that no plan can change: (net bytes, 
 _PENDING, _EMPTY = -1, -2  # states of a handle that holds no storage: evicted and awaited; not yet saved or dropped
 
 
-@dataclass(frozen=True)
-class Restore:
+class Restore(NamedTuple):
     """A moment in which evicted content came back: the event, the cell asked for, the calls run for it."""
 
     event: int
@@ -111,7 +110,7 @@ class Rerun:
         self.handles = [_EMPTY] * len(tables.handle_cell)
         self.pinned: set[int] = set()
         self.passing: dict[int, list[int]] = {}
-        self.live = self.peak_bytes = self.peak_event = 0
+        self.live = self.high = self.peak_bytes = self.peak_event = 0
         self.live_bytes: list[int] = []
         self.high_bytes: list[int] = []
         self.restores: list[Restore] = []
@@ -120,20 +119,24 @@ class Rerun:
         self.held: list[int] = []
         self.waiting: list[int] = []
 
-    def play(self, events: list[tuple[int, int, int]], until_event: int = -1, until_bytes: int = 0) -> None:
+    def play(
+        self, events: list[tuple[int, int, int]], until_event: int = -1, until_bytes: int = 0, *, only_peak: bool = False
+    ) -> None:
         """Run the events (operation, operand, highest rise of a fold).
 
         With `until_event`, stop within it as soon as `until_bytes` are reached, and fill `held` with the storages that are there and
-        `waiting` with the cells that have come back and wait for a reader.
+        `waiting` with the cells that have come back and wait for a reader. only_peak: find `peak_bytes`, and not where it is.
         """
         holds, sizes, handles, evict = self.holds, self.sizes, self.handles, self.evict
         handle_cell, cell_storage = self.tables.handle_cell, self.tables.cell_storage
         self.until_bytes = 0
         is_recorded = events is not self.tables.short_events
+        pinning = {self.tables.producer[cell] for cell in self.pin}
         for index, (operation, operand, rise) in enumerate(events):
-            if index == until_event:
-                self.until_bytes = until_bytes
-            self.high = self.live
+            if not only_peak:
+                self.high = self.live
+                if index == until_event:
+                    self.until_bytes = until_bytes
             if operation == _FOLD:
                 self._reach(self.live + rise)
                 self.live += operand
@@ -143,6 +146,9 @@ class Rerun:
                 holds[operand] -= 1
                 if not holds[operand]:
                     self.live -= sizes[operand]
+            elif operation == _END:
+                if operand in pinning:
+                    self._pin(operand)
             elif operation == _SAVE:
                 cell = handle_cell[operand]
                 if cell in evict and not self.written[cell] and self._evictable(cell):
@@ -169,11 +175,10 @@ class Rerun:
             elif operation == _BEGIN:
                 for cell in self.tables.overwrites[operand]:
                     self._keep_content(cell)
-            elif operation == _END:
-                if self.pin:
-                    self._pin(operand)
             elif operation == _SPIKE:
                 self._reach(self.live + operand)
+            if only_peak:
+                continue
             if self.high > self.peak_bytes:
                 self.peak_bytes, self.peak_event = self.high, index
             if is_recorded:
@@ -181,6 +186,8 @@ class Rerun:
                 self.high_bytes.append(self.high)
             if self.held:
                 return
+        if only_peak:
+            self.peak_bytes = self.high
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
@@ -309,19 +316,20 @@ class Rerun:
                 self._note_passing(calls, passed)
             for call in calls:
                 self._run_call(call, made, passed)
-            self.restores.append(Restore(event, cell, calls, sum(self.tables.seconds[call] for call in calls)))
+            self.restores.append(Restore(event, cell, calls, sum([self.tables.seconds[call] for call in calls])))
         self.handles[handle] = self.store[cell]
         self.holds[self.store[cell]] += 1
         self._drop_need(cell)
 
     def _missing_calls(self, cell: int) -> tuple[int, ...]:
+        producer, inputs, store = self.tables.producer, self.tables.inputs, self.store
         found: set[int] = set()
-        stack = [self.tables.producer[cell]]
+        stack = [producer[cell]]
         while stack:
             call = stack.pop()
             if call not in found:
                 found.add(call)
-                stack.extend(self.tables.producer[each] for each in self.tables.inputs[call] if self.store[each] < 0)
+                stack += [producer[each] for each in inputs[call] if store[each] < 0]
         return tuple(sorted(found))
 
     def _note_passing(self, calls: tuple[int, ...], passed: frozenset[int]) -> None:
@@ -335,32 +343,37 @@ class Rerun:
 
         passed: cells whose content goes once this restore has read it, whoever else needs it.
         """
-        results = []
-        is_last_run = not passed or not any(
-            self.need[c] and self.store[c] < 0 for c in passed.intersection(self.tables.outputs[call])
-        )
-        for cell in self.tables.outputs[call]:
-            previous = self.tables.previous[cell]
-            is_taken = is_last_run and previous in made and self.need[previous] == 1 and previous not in self.pinned
-            instance = self.store[previous] if is_taken else self._copy_of(cell)
-            self._hold(instance)
-            results.append((cell, instance))
-        if self.tables.extra_bytes[call]:
-            self._reach(self.live + self.tables.extra_bytes[call])
-        for cell, instance in results:
+        tables, need, store = self.tables, self.need, self.store
+        outputs = tables.outputs[call]
+        is_last_run = not passed or not any(need[c] and store[c] < 0 for c in passed.intersection(outputs))
+        moment_bytes = self.live + tables.extra_bytes[call]  # with all results, those included that go at once
+        for cell in outputs:
+            previous = tables.previous[cell]
+            if previous in made and is_last_run and need[previous] == 1 and previous not in self.pinned:
+                instance = store[previous]
+            else:
+                instance = -1
+                moment_bytes += tables.sizes[tables.cell_storage[cell]]
             if cell in self.passing:
-                self.passing[cell][0] = instance
-            elif cell not in passed and self.need[cell] > 0 and self.store[cell] < 0:
-                self.store[cell] = instance
+                self.passing[cell][0] = self._hold_result(cell, instance)
+            elif need[cell] > 0 and store[cell] < 0 and cell not in passed:
+                store[cell] = self._hold_result(cell, instance)
                 made.add(cell)
                 self.wanted[call] -= 1
-            else:
-                self._release(instance)
+        self._reach(moment_bytes)
         if not self.wanted[call]:
             for source in self.tables.inputs[call]:
                 self._drop_need(source)
         if self.passing:
             self._pass_on(call)
+
+    def _hold_result(self, cell: int, instance: int) -> int:
+        """The instance (-1: a new one) holds the cell's content, and is held once more."""
+        if instance < 0:
+            instance = self._copy_of(cell)
+            self.live += self.sizes[instance]
+        self.holds[instance] += 1
+        return instance
 
     def _pass_on(self, call: int) -> None:
         """The call has read its transient sources: the last reader lets them go."""

@@ -31,9 +31,10 @@ _INFINITE = 2**30
 _SCALE = 2**28  # all seconds of the step in integer units; the sum of a finite cut stays below _INFINITE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
-    """Cells to evict, to pin, and to bring back for each reader anew, and what the replay says of them. Ordered by peak, then seconds."""
+    """Cells to evict, to pin, and to bring back for each reader anew, and what the replay says of them. One object for each set of moves, so
+    equal to itself alone."""
 
     peak_bytes: int
     seconds: float

@@ -8,8 +8,8 @@
 4. For some budgets solve a short step as an integer program (integer.py), and sew and mend once more.
 5. At the low end let cells come back for each reader anew (lighten.py), and mend and sew what that gives.
 
-Costs about 2 s for 190 calls and 4 s for 2,500: the number of replays is limited by the size of the trace. No clocks
-and no randomness: the same trace gives the same choices.
+Costs about 3 s for 190 calls, 8 s for 550 (half of it integer programs), 5 s for 2,500 and 20 s for 25,000: the number of
+replays is limited by the size of the trace. No clocks and no randomness: the same trace gives the same choices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from memfit.planner.frontier import pareto
+from memfit.planner.frontier import join, pareto
 from memfit.planner.integer import MOST_CALLS, solve_levels
 from memfit.planner.lighten import lighten
 from memfit.planner.mend import mend
@@ -37,7 +37,8 @@ _Point = tuple[Choice, float, float]  # a choice, bytes kept, seconds
 
 def solve_sweep(problem: Problem, progress: OnProgress | None = None) -> list[Choice]:
     """Choices from doing nothing down to the lowest peak found."""
-    num_replays = 9_000_000 // (len(problem.replayer.short_events) + 1500)
+    is_short = len(problem.seconds) <= MOST_CALLS
+    num_replays = (12_000_000 if is_short else 9_000_000) // (len(problem.replayer.short_events) + 1500)
     found = [problem.evaluate(frozenset(), frozenset())]
     required = np.zeros(len(problem.sizes), dtype=bool)
     level_bytes = 0.8 * problem.eager.peak_bytes
@@ -51,7 +52,6 @@ def solve_sweep(problem: Problem, progress: OnProgress | None = None) -> list[Ch
         level_bytes = min(level_bytes, *(choice.peak_bytes for choice in found))
     seams = _seams(problem, required)
     movable = frozenset(np.flatnonzero(required).tolist())
-    is_short = len(problem.seconds) <= MOST_CALLS
     share, late_share = num_replays // 4, num_replays // (8 if is_short else 16)
 
     def sew_pairs(frontier: list[Choice]) -> list[Choice]:
@@ -138,7 +138,7 @@ def _sew_pairs(problem: Problem, frontier: list[Choice], seams: list[int], num_r
     found: list[Choice] = []
     end = problem.num_evaluations + num_replays
     for thrifty, quick in sorted(combinations(range(len(frontier)), 2), key=lambda pair: pair[1] - pair[0]):
-        for seam in seams:
+        for seam in _seams_between(problem, frontier[thrifty], frontier[quick], seams):
             if problem.num_evaluations >= end:
                 return found
             found.append(sew(problem, frontier[thrifty], frontier[quick], seam))
@@ -151,24 +151,32 @@ def _fill_gaps(problem: Problem, frontier: list[Choice], seams: list[int], num_r
     Wide is in turns what most bytes times seconds lie in, and what the largest share of a budget lies in.
     """
     found: list[Choice] = []
-    turns: dict[tuple[Choice, Choice], int] = {}
+    frontier = [*frontier]
+    left: dict[tuple[Choice, Choice], list[int]] = {}  # the seams that a pair has not been sewn at
     seams = _spread(sorted(seams))
     end = problem.num_evaluations + num_replays
     while problem.num_evaluations < end:
         gaps = [
             (thrifty, quick)
             for thrifty, quick in pairwise(frontier)
-            if turns.get((thrifty, quick), 0) < len(seams) and quick.peak_bytes > 1.01 * thrifty.peak_bytes
+            if quick.peak_bytes > 1.01 * thrifty.peak_bytes and left.get((thrifty, quick), seams)
         ]
         if not gaps:
             break
-        thrifty, quick = max(gaps, key=_area if len(turns) % 2 else _share)
-        turn = turns.get((thrifty, quick), 0)
-        turns[thrifty, quick] = turn + _SEAMS_PER_TURN
-        sewn = [sew(problem, thrifty, quick, seam) for seam in seams[turn : turn + _SEAMS_PER_TURN]]
+        thrifty, quick = max(gaps, key=_area if len(left) % 2 else _share)
+        places = left.get((thrifty, quick)) or _seams_between(problem, thrifty, quick, seams)
+        left[thrifty, quick] = places[_SEAMS_PER_TURN:]
+        sewn = [sew(problem, thrifty, quick, seam) for seam in places[:_SEAMS_PER_TURN]]
         found += sewn
-        frontier = pareto([*frontier, *sewn])
+        join(frontier, sewn)
     return found
+
+
+def _seams_between(problem: Problem, one: Choice, other: Choice, seams: list[int]) -> list[int]:
+    """Those with a difference between the two on either side: sewn at any other, they give one of themselves."""
+    differing = (one.evict ^ other.evict) | (one.pin ^ other.pin) | (one.transient ^ other.transient)
+    calls = [problem.replayer.producer[cell] for cell in differing]
+    return [seam for seam in seams if min(calls, default=seam) < seam <= max(calls, default=seam)]
 
 
 def _area(gap: tuple[Choice, Choice]) -> float:
