@@ -84,7 +84,7 @@ def plan(
     calls = leave_out_idle(trace, way.calls, choice, room_bytes)
     edited = edit(trace, calls) if calls else trace
     problem = way.frontier.problem
-    result = Replayer(edited).run(choice.evict, choice.pin, choice.transient)
+    result = Replayer(edited).run(*choice.cells)
     assert result.peak_bytes <= room_bytes
     eager = Replayer(trace).run() if calls else problem.eager
     moves = (*in_place_moves(trace, calls), *moves_of(edited, result, choice))
@@ -172,7 +172,7 @@ def _with_margin(peak_bytes: int, margin_bytes: int) -> int:
 
 def _too_small(trace: Trace, frontier: Frontier, budget_bytes: int, margin_bytes: int) -> BudgetError:
     floor = frontier.choices[0]
-    result = frontier.problem.replayer.run(floor.evict, floor.pin, floor.transient)
+    result = frontier.problem.replayer.run(*floor.cells)
     needed_bytes = _with_margin(floor.peak_bytes, margin_bytes)
     kinds = {kind: size for kind, size in bytes_by(trace, result, "kind").items() if size}
     held = ", ".join(f"{kind} {format_size(size)}" for kind, size in list(kinds.items())[:5])

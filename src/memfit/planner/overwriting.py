@@ -27,7 +27,7 @@ def helps(edited: Trace, choices: Sequence[Choice]) -> bool:
     a larger one is never planned worse."""
     replayer = Replayer(edited)
     sampled = choices[:: 1 + len(choices) // _NUM_SAMPLES]
-    return any(replayer.measure(each.evict, each.pin, each.transient)[0] < _ENOUGH * each.peak_bytes for each in sampled)
+    return any(replayer.measure(*each.cells)[0] < _ENOUGH * each.peak_bytes for each in sampled)
 
 
 def leave_out_idle(trace: Trace, calls: Sequence[int], choice: Choice, room_bytes: int) -> list[int]:
@@ -36,7 +36,7 @@ def leave_out_idle(trace: Trace, calls: Sequence[int], choice: Choice, room_byte
     kept = list(calls)
     for call in sorted(calls, key=lambda call: (sizes[call], call))[:_MOST_TRIES]:
         fewer = [each for each in kept if each != call]
-        peak_bytes, seconds = Replayer(edit(trace, fewer)).measure(choice.evict, choice.pin, choice.transient)
+        peak_bytes, seconds = Replayer(edit(trace, fewer)).measure(*choice.cells)
         if peak_bytes <= room_bytes and seconds <= choice.seconds:
             kept = fewer
     return kept

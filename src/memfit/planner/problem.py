@@ -22,6 +22,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from memfit.core.keys import Cells
 from memfit.core.replay import Replayer
 from memfit.core.trace import BEGIN, DROP, RELEASE, Trace
 
@@ -41,6 +42,11 @@ class Choice:
     evict: frozenset[int]
     pin: frozenset[int]
     transient: frozenset[int] = frozenset()
+
+    @property
+    def cells(self) -> Cells:
+        """Its moves, as the replay takes them."""
+        return Cells(self.evict, self.pin, self.transient)
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ class Problem:
     def find_waiting(self, choice: Choice) -> tuple[int, ...]:
         """See `Replayer.waiting`; counts as two evaluations, for it replays twice."""
         self.num_evaluations += 2
-        return self.replayer.waiting(choice.evict, choice.pin, choice.transient)
+        return self.replayer.waiting(*choice.cells)
 
     def replayed_calls(self, evict: frozenset[int], pin: frozenset[int]) -> frozenset[int]:
         """Calls that evicted cells are computed from, by structure alone."""
