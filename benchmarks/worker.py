@@ -155,10 +155,11 @@ def _plan_smallest(workload: Workload) -> Any:
     del setup
     _give_back()
     frontier = find_frontier(trace)
-    floor_bytes = frontier.floor_bytes
-    while slack_bytes(floor_bytes) > floor_bytes - frontier.floor_bytes:
-        floor_bytes = frontier.floor_bytes + slack_bytes(floor_bytes)
-    return plan(trace, floor_bytes, margin_bytes=slack_bytes(floor_bytes), frontier=frontier)
+    try:
+        return plan(trace, 1, margin_bytes=1, frontier=frontier)
+    except memfit.BudgetError as error:
+        budget_bytes = error.needed_bytes or 0
+        return plan(trace, budget_bytes, margin_bytes=slack_bytes(budget_bytes), frontier=frontier)
 
 
 @contextlib.contextmanager

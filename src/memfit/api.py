@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
 from memfit.core.finding import Finding
+from memfit.core.generators import unmoved
 from memfit.core.plan import APPROXIMATE, BITWISE, EXACTNESS, Plan, precision_for
 from memfit.core.precision import Choice, choose, read_precision
 from memfit.core.proof import Proof
@@ -62,6 +63,7 @@ def fit(
     return _make_session(model, optimizer, budget, allow, choice, plan, verify, on_progress)
 
 
+@unmoved()
 def _make_session(
     model: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
@@ -141,7 +143,8 @@ def trace(train_step: Callable[[], Any], num_steps: int = 2, *, precision: str |
     precision, half: measure it at an opt level, as `fit` would train in it.
     Raises TraceError if no optimizer step happened in it, PrecisionError as `fit`.
     """
-    from memfit.runtime.session import Session
+    with unmoved():
+        from memfit.runtime.session import Session
 
     with Session(None, None, precision=read_precision(precision, half, "half=", "precision='O1'")) as session:
         for _ in range(num_steps):
@@ -153,6 +156,7 @@ def trace(train_step: Callable[[], Any], num_steps: int = 2, *, precision: str |
     return session.traces[-1]
 
 
+@unmoved()
 def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None, *, lower: Trace | None = None) -> Plan:
     """The cheapest plan found that holds the traced step to `budget`.
 
@@ -205,6 +209,7 @@ def find_measured(path: str, args: list[str]) -> list[Finding]:
     return findings_of(trace) if trace is not None else []
 
 
+@unmoved()
 def findings_of(trace: Trace) -> list[Finding]:
     """The findings that a trace shows, most bytes first."""
     from memfit.diagnosis.collecting import find_idle_calls
@@ -269,6 +274,7 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@unmoved()
 def watch_growth(items: Iterable[T] = (), *, budget: str | int | None = None, max_steps: int | None = None) -> GrowthWatch[T]:
     """Says what grows from step to step: `for batch in (watch := watch_growth(loader)):`, or a `with` around any loop.
 

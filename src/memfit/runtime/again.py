@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import sys
 from pathlib import Path
 
-import torch
+from memfit.core.generators import Generators
 
 
 class StartingPoint:
@@ -21,10 +20,7 @@ class StartingPoint:
     def __init__(self, path: str) -> None:
         self._directory = Path(os.path.realpath(path)).parent
         self._modules = set(sys.modules)
-        self._python = random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._generators = Generators()
 
     def go_back(self) -> None:
         """Once the first run is over, and nobody holds its exception, whose traceback holds its tensors."""
@@ -37,9 +33,4 @@ class StartingPoint:
             ):
                 del sys.modules[name]
         gc.collect()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        self._generators.put_back()
