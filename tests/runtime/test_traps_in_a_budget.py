@@ -41,10 +41,14 @@ TIGHT = frozenset(  # backward's own working set is more than 80 % of the step
     ]
 )  # fmt: skip
 OVER = {
-    "another_way_through_the_program_each_step": "no plan foresees a step that takes another way; measured 1.05 of the budget",
-    "a_graph_of_the_step_before": "the second step holds a graph more than the first; measured 1.13 of the budget",
-    "two_networks_in_turn": "a graph spans the border of two steps, and the plan knows only what a step begins with; measured 1.13 of the budget",
-    "an_optimizer_with_a_closure": "the second step holds more than the first; measured 1.05 of the budget",
+    (
+        "a_graph_of_the_step_before",
+        0.6,
+    ): "the second step holds a graph more than the first, and the valve is not enough; measured 1.17 of the budget",
+    (
+        "an_optimizer_with_a_closure",
+        0.6,
+    ): "the second step holds more than the first, and the valve is not enough; measured 1.04 of the budget",
 }
 
 
@@ -98,6 +102,6 @@ def test_a_trap_program_is_the_same_within_its_budget_or_refused(name: str, shar
         return
     assert differences(expected, found) == []
     assert sessions[0].result().certificate.num_evicted > 0
-    if peak > budget + OWN_BYTES and name in OVER:
-        pytest.xfail(OVER[name])
+    if peak > budget + OWN_BYTES and (name, share) in OVER:
+        pytest.xfail(OVER[name, share])
     assert peak <= budget + OWN_BYTES

@@ -43,6 +43,7 @@ from memfit.runtime.holdings import Holdings, check_parallel, check_signature, d
 from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.runtime.outcome import InForce, Outcome
 from memfit.runtime.precision import Precision
+from memfit.runtime.valve import Valve
 from memfit.runtime.watch import SizeWatch
 from memfit.techniques import inplace, recompute
 from memfit.techniques.release import releases
@@ -112,6 +113,8 @@ class Session:
         self._tape.on_root = self._watch.look
         self._recorder: Recorder | None = None
         self._guard: Guard | None = None
+        self._valve: Valve | None = None
+        self._num_unplanned = 0  # saved tensors that valves let go of
         self._emptying: Emptying | None = None
         self._undo: list[Callable[[], Any]] = []
         self._is_installed = False
@@ -313,7 +316,8 @@ class Session:
             self._outcome.num_planned += 1
             self._count_verified()
         counts = self._tape.counts
-        if self._is_given and self.plan is not None and self.plan.moves and not counts.num_evicted + counts.num_overwritten:
+        num_moved = counts.num_evicted + counts.num_overwritten - self._num_unplanned
+        if self._is_given and self.plan is not None and self.plan.moves and not num_moved:
             self._optimizers.forget_leader()
             self._restart("nothing of what the plan names was there, so it was made for another program")
         elif was_measured:
@@ -362,6 +366,8 @@ class Session:
             tape.observer = self._guard
         else:
             tape.observer = recorder.rows
+            if self._budget_bytes is not None and self.plan is not None:
+                self._valve = Valve(tape, recorder, self._budget_bytes)
         self._recorder = recorder
         self._outcome.begin_step()
         recorder.start()
@@ -378,6 +384,11 @@ class Session:
         if self._guard is not None and self._guard.num_evictions:
             self.messages.append(
                 f"step {self._outcome.num_steps}: the guard let go of {self._guard.num_evictions} saved tensors under pressure."
+            )
+        if self._valve is not None and self._valve.num_evictions:
+            self._num_unplanned += self._valve.num_evictions
+            self.messages.append(
+                f"step {self._outcome.num_steps}: the plan was not enough; {self._valve.num_evictions} more saved tensors were let go of."
             )
         if self.plan is not None and self.plan.moves:
             self._outcome.planned_peak_bytes = self._recorder.ledger.peak_bytes  # of the plan in force, beside its prediction
@@ -406,7 +417,7 @@ class Session:
             releases.watch = None  # until the next measured step
             self._recorder.stop()
             self._recorder = None
-        self._guard = None
+        self._guard = self._valve = None
         self._tape.observer = None
         self._tape.record_all = False
         self._tape.pin_sources = False
