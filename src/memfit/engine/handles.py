@@ -29,16 +29,16 @@ def pack_saved(tape: Tape, tensor: torch.Tensor) -> Any:
     if call is not None:
         number = call.num_saved
         call.num_saved = number + 1
-    elif not tape.record_all:  # outside the plan: only what a planned call made may leave
-        try:
-            cell = tape.cells.get(tensor.untyped_storage()._cdata)
-        except RuntimeError:  # sparse tensors and those of torch.func have none
-            cell = None
-        if cell is None or not cell.evict:
-            return _keep(tensor)
-    if tape.paused or not is_plain(tensor) or tensor.untyped_storage().nbytes() == 0:
+    try:
+        storage = tensor.untyped_storage()
+    except RuntimeError:  # sparse tensors and those of torch.func have none
         return _keep(tensor)
-    cell = tape.cells.get(tensor.untyped_storage()._cdata)
+    cell = tape.cells.get(storage._cdata)
+    may_leave = cell.evict if cell is not None else call is not None
+    if not (may_leave or tape.record_all or (call is not None and call.may_evict)):  # most of what is saved, under a plan
+        return _keep(tensor)
+    if tape.paused or not is_plain(tensor) or storage.nbytes() == 0:
+        return _keep(tensor)
     if cell is None and call is not None:
         cell = file(tape, tensor)
         if tensor.dtype is not torch.uint8:  # a workspace (mkldnn's LSTM): its bytes are not all written

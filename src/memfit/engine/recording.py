@@ -104,7 +104,7 @@ def record(tape: Tape, func: Any, types: Any, args: Any, kwargs: Any, frame: Fra
         saved, tape.saved_now = tape.saved_now, outer_saved
     if traits.draws:
         tape.paused += 1
-        if state != random_state(devices):
+        if functions.is_dropout(func) or state != random_state(devices):
             call.random_state = state
         tape.paused -= 1
     call.stops_early = (traits.stops_early or bool(call.autocast)) and call.random_state is None
