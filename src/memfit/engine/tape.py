@@ -148,11 +148,13 @@ class Tape(TorchFunctionMode):
             elif not let_go(cell):
                 cell.keep = True
                 return False
-        for ref in cell.handles:
-            handle = ref()
-            if handle is not None and handle.alias is not None:
-                self.evict_handle(handle)
+        self.evict_cell(cell)
         return True
+
+    def evict_cell(self, cell: Cell) -> int:
+        """Let go of what autograd saved of the cell, where that can be brought back; how many tensors went."""
+        handles = [handle for ref in cell.handles if (handle := ref()) is not None and handle.alias is not None]
+        return sum(self.evict_handle(handle) for handle in handles)
 
     def let_go_again(self, cell: Cell) -> bool:
         """Free restored content that only pending handles wait for; it will be restored once more. False where others read it."""

@@ -208,7 +208,7 @@ class Guard:
                     cell.keep = False
                     self._tape.unpin(cell)
                     if segment.evicted:
-                        self._evict_cell(cell)
+                        self.num_evictions += self._tape.evict_cell(cell)
             segment.frontier = [cell for cell in segment.frontier if cell.keep]
 
     def _close(self, segment: _Segment) -> None:
@@ -302,13 +302,7 @@ class Guard:
         segment.evicted = True
         for cell in segment.cells:
             if not cell.keep:
-                self._evict_cell(cell)
-
-    def _evict_cell(self, cell: Cell) -> None:
-        for ref in cell.handles:
-            handle = ref()
-            if handle is not None and handle.alias is not None and self._tape.evict_handle(handle):
-                self.num_evictions += 1
+                self.num_evictions += self._tape.evict_cell(cell)
 
     def _error(self, nbytes: int) -> BudgetError:
         live = self._recorder.ledger.live_bytes

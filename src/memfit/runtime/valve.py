@@ -7,7 +7,6 @@ long as it can be brought back from what is there; a step for which that is not 
 
 from __future__ import annotations
 
-from memfit.engine.cell import Cell
 from memfit.engine.tape import Tape
 from memfit.measurement.recorder import Recorder
 
@@ -31,11 +30,5 @@ class Valve:
             if self._recorder.ledger.live_bytes + nbytes <= self._budget_bytes:
                 return
             if cell.handles and not cell.pinned and not self._recorder.rows.is_held_by_program(cell):
-                self._let_go(cell)
-
-    def _let_go(self, cell: Cell) -> None:
-        for ref in cell.handles:
-            handle = ref()
-            if handle is not None and handle.alias is not None and self._tape.evict_handle(handle):
-                self.num_evictions += 1
-        self._tape.let_go_again(cell)
+                self.num_evictions += self._tape.evict_cell(cell)
+                self._tape.let_go_again(cell)
