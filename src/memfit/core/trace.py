@@ -90,7 +90,7 @@ class Call:
     """One recorded tensor function call: a recipe.
 
     place: identity of the call across steps, '<section>|<module path>#<invocation>/<ordinal>:<function>'.
-    seconds: measured time of the call in forward.
+    seconds: what a replay takes: measured time of the call in forward, or of a part, and what the tape adds to it.
     inputs: cells the call reads, external ones included, without repeats, in argument order.
     outputs: cells it produced, internal ('in…') and overwritten ('mut…') ones included.
     extra_bytes: bytes the call needs above the storages live before it and its own outputs, at its worst moment.
