@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.core.errors import BudgetError, MemfitError, PlanError, TraceError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from memfit.runtime.session import OnProgress, Session
 
 T = TypeVar("T")
+Made = TypeVar("Made", Plan, Trace)
 
 _MARGIN = 0.06  # of a card's free bytes: context growth, library workspaces, fragmentation
 
@@ -39,19 +41,19 @@ def fit(
     allow: str = BITWISE,
     precision: str | None = None,
     half: str | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     verify: str | int = "3",
     on_progress: OnProgress | None = None,
 ) -> Session:
     """A context manager that holds the training loop inside it to `budget` bytes, with bitwise the same results.
 
     model, optimizer: what is trained; both may be left out, but with them a hopeless budget is refused before the first step.
-    budget: the peak of the whole step, as bytes or text ('3 GiB'). Default on CUDA: what the card has free, less a margin; with a precision, on
-    CPU: all of the machine's memory.
+    budget: the peak of the whole step, as bytes or text ('3 GiB'). Default: the plan's; without a plan, on CUDA what the card has free, less a
+    margin, and with a precision, on CPU, all of the machine's memory.
     allow: 'bitwise', 'reordered' or 'approximate': how far results may differ from plain PyTorch.
     precision, half: an opt level, 'O0' to 'O3', and 'bf16' or 'fp16' (default: what torch.autocast takes), as `memfit run --precision`; asking
     for it allows 'approximate'. The results are then those of plain torch.autocast and GradScaler.
-    plan: a plan made before (memfit.plan); without one the first steps are measured under a guard. One made for a precision trains in it.
+    plan: a plan made before (memfit.plan), or the path of its file; without one the first steps are measured under a guard. One made for a precision trains in it.
     verify: in how many planned steps restored tensors are compared with what was evicted; 'always' or 'off'.
     on_progress: told what goes on, see report.progress.OnProgress.
 
@@ -60,7 +62,17 @@ def fit(
     MemfitError for an unknown `allow` or `verify`.
     """
     choice = read_precision(precision, half, "half=", "precision='O1'")
-    return _make_session(model, optimizer, budget, allow, choice, plan, verify, on_progress)
+    given = None if plan is None else _loaded(plan, Plan)
+    return _make_session(model, optimizer, budget, allow, choice, given, verify, on_progress)
+
+
+def _loaded(given: Any, kind: type[Made]) -> Made:
+    """The plan or trace; from its file, if it is a path."""
+    if isinstance(given, (str, os.PathLike)):
+        return kind.load(Path(given))
+    if not isinstance(given, kind):
+        raise MemfitError(f"{given!r} is no {kind.__name__}. Give the {kind.__name__} itself, or the path of its file.")
+    return given
 
 
 @unmoved()
@@ -86,6 +98,8 @@ def _make_session(
     precision = precision_for(plan, precision, allow)
     if budget is not None:
         budget_bytes, source = parse_size(budget), "given"
+    elif plan is not None:
+        budget_bytes, source = plan.budget_bytes, "the plan's"
     elif precision is not None and not _has_cuda():
         budget_bytes, source = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's memory"
     else:
@@ -95,7 +109,7 @@ def _make_session(
             f"The plan peaks at {format_size(plan.predicted_peak_bytes)}, more than the budget of {format_size(budget_bytes)}: it was "
             f"made for {format_size(plan.budget_bytes)}. Make one for this budget with `memfit plan`, or leave the plan out."
         )
-    return Session(
+    session = Session(
         budget_bytes,
         planner,
         model=model,
@@ -111,6 +125,11 @@ def _make_session(
             "versions": {"memfit": memfit.__version__},
         },
     )
+    if plan is not None and plan.budget_bytes < 0.95 * budget_bytes:
+        session.messages.append(
+            f"the plan was made for {format_size(plan.budget_bytes)}; one for {format_size(budget_bytes)} may take less time (`memfit plan`)."
+        )
+    return session
 
 
 def _check_given(model: object, optimizer: object) -> None:
@@ -131,7 +150,10 @@ def default_budget() -> int:
     from memfit.measurement.backends import backend_for
 
     if not torch.cuda.is_available():
-        raise BudgetError("No budget was given and there is no CUDA device to ask. Give one, like budget='3 GiB'.")
+        raise BudgetError(
+            "No budget was given and there is no CUDA device to ask. Give one: budget='3 GiB', or `memfit run --budget 3GiB SCRIPT` (before the "
+            "script: what comes after it is its own)."
+        )
     free_bytes = backend_for(torch.device("cuda")).free_bytes()
     assert free_bytes is not None
     return int(free_bytes * (1 - _MARGIN))
@@ -146,6 +168,10 @@ def trace(train_step: Callable[[], Any], num_steps: int = 2, *, precision: str |
     with unmoved():
         from memfit.runtime.session import Session
 
+    if num_steps < 1:
+        raise MemfitError(
+            f"num_steps={num_steps} is no number of steps to run. Give 1 or more; 2 is the first step with all of the optimizer's state."
+        )
     with Session(None, None, precision=read_precision(precision, half, "half=", "precision='O1'")) as session:
         for _ in range(num_steps):
             train_step()
@@ -157,8 +183,14 @@ def trace(train_step: Callable[[], Any], num_steps: int = 2, *, precision: str |
 
 
 @unmoved()
-def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None, *, lower: Trace | None = None) -> Plan:
-    """The cheapest plan found that holds the traced step to `budget`.
+def plan(
+    trace: Trace | str | Path,
+    budget: str | int,
+    on_progress: OnProgress | None = None,
+    *,
+    lower: Trace | str | Path | None = None,
+) -> Plan:
+    """The cheapest plan found that holds the traced step to `budget`. A trace may be given as the path of its file.
 
     lower: a trace of the same step in lower precision (`trace(step, precision='O1')`), which the plan is made of where `trace` cannot be held to
     the budget; Plan.precision and its first note then say so. Giving it allows it.
@@ -166,6 +198,8 @@ def plan(trace: Trace, budget: str | int, on_progress: OnProgress | None = None,
     """
     from memfit import planner
 
+    trace = _loaded(trace, Trace)
+    lower = None if lower is None else _loaded(lower, Trace)
     budget_bytes = parse_size(budget)
     margin_bytes = slack_bytes(budget_bytes)
     if lower is not None and not lower.meta.get("precision"):

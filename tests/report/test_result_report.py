@@ -108,7 +108,7 @@ def test_the_headline_says_by_how_much_a_run_went_over():
 
 
 def test_the_headline_claims_no_more_steps_than_were_measured():
-    assert headline(num_measured_steps=2) == "memfit: train.py stayed within 3.00 GiB, measured in 2 of 300 steps"
+    assert headline(num_measured_steps=2) == "memfit: train.py stayed within 3.00 GiB in the 2 of 300 steps that were measured"
 
 
 def test_the_headline_of_a_refused_budget_says_when_it_was_refused():

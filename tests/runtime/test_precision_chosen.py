@@ -304,6 +304,18 @@ def test_a_script_whose_budget_only_o1_can_meet_is_started_over_in_it_if_that_is
     assert "so it was started over in O1, which --allow approximate allows" in ran.result.messages[0]
 
 
+def test_the_first_try_is_gone_when_the_second_begins_although_atexit_functions_were_registered(scripts):
+    """By a library, say: torch does it for the first optimizer of a process. What runs then finds the script's names."""
+    path = scripts.write(
+        "import atexit\natexit.register(len, ())\n"
+        + SCRIPT.replace("import own\nown.count += 1\n", "").replace("own.count, ", "")
+    )
+    budget = between(path)
+    _, ran = scripts.run(path, budget=budget, allow="approximate")
+    assert ran.error is None, ran.error
+    assert ran.result.peak_bytes <= budget
+
+
 def test_a_script_that_fits_in_float32_stays_there_although_o1_is_allowed(scripts, script):
     out, ran = scripts.run(script, budget=1 << 30, allow="approximate")
     assert ran.error is None, ran.error

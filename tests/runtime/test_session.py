@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,3 +99,33 @@ def test_seconds_of_eager_are_those_of_planned_steps_less_restoring() -> None:
     assert result.step_seconds is not None
     assert result.eager_step_seconds is not None
     assert 0 < result.eager_step_seconds < result.step_seconds
+
+
+def test_plans_and_traces_may_be_given_as_files_and_the_plan_brings_its_budget(tmp_path: Path) -> None:
+    _, _, step = make()
+    trace = memfit.trace(step)
+    trace.save(tmp_path / "trace.json")
+    wanted = memfit.plan(trace, replay(trace).peak_bytes * 7 // 10)
+    assert memfit.plan(tmp_path / "trace.json", wanted.budget_bytes).moves == wanted.moves
+    wanted.save(tmp_path / "plan.json")
+    model, optimizer, step = make()
+    with memfit.fit(model, optimizer, plan=str(tmp_path / "plan.json")) as session:
+        step()
+    result = session.result()
+    assert (result.budget_bytes, result.budget_source, result.moves) == (wanted.budget_bytes, "the plan's", wanted.moves)
+    with memfit.fit(model, optimizer, budget=2 * wanted.budget_bytes, plan=wanted) as session:
+        pass
+    assert session.messages[0].startswith("the plan was made for ")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: memfit.plan(3, "1 GiB"), "3 is no Trace. Give the Trace itself, or the path of its file."),  # type: ignore[arg-type]
+        (lambda: memfit.fit(budget="1 GiB", plan={}), r"\{\} is no Plan"),  # type: ignore[arg-type]
+        (lambda: memfit.trace(lambda: None, 0), "num_steps=0 is no number of steps to run"),
+    ],
+)
+def test_what_is_no_plan_trace_or_number_of_steps_is_refused_in_a_sentence(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(memfit.MemfitError, match=words):
+        call()

@@ -57,13 +57,17 @@ def trace(
         path = os.path.abspath(script)  # for the traceback: the script may change directory
 
         from memfit import api
+        from memfit.runtime.again import StartingPoint
         from memfit.runtime.script import exit_code_of
 
         plain: Trace | None = None
         with follow_progress(console, live=False) as on_progress:
+            start = StartingPoint(script)
             ran = api.trace_run(script, script_args, on_progress)
             if level is not None and ran.error is None:
-                plain, ran = ran.whole(), api.trace_run(script, script_args, on_progress, level)
+                plain = ran.whole()
+                start.go_back()
+                ran = api.trace_run(script, script_args, on_progress, level)
         ending = ran.error
         taken = ran.whole() if ending is None or isinstance(ending, MemfitError) else ran.so_far()
         if taken is None:

@@ -92,7 +92,7 @@ def _headline(result: Result) -> Text:
         return line.append(f"{program} fits into {budget} {how}", style=GOOD)
     line.append(f"{program} stayed within {budget}", style=GOOD)
     if result.num_measured_steps < result.num_steps:  # claim no more than was read
-        line.append(f", measured in {result.num_measured_steps} of {result.num_steps} steps")
+        line.append(f" in the {result.num_measured_steps} of {result.num_steps} steps that were measured")
     return line
 
 

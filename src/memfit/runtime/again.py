@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from memfit.core.generators import Generators
+from memfit.runtime.script import forget_scripts
 
 
 class StartingPoint:
@@ -24,6 +25,7 @@ class StartingPoint:
 
     def go_back(self) -> None:
         """Once the first run is over, and nobody holds its exception, whose traceback holds its tensors."""
+        forget_scripts()
         for name in set(sys.modules) - self._modules:
             file = getattr(sys.modules[name], "__file__", None)
             if (

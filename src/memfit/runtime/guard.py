@@ -316,7 +316,8 @@ class Guard:
         message = (
             f"{format_size(self._budget_bytes)} is too small for this step: in the {self._recorder.ledger.phase} phase, with everything "
             f"evicted that can be recomputed, {format_size(live)} are alive and the next operation allocates "
-            f"{format_size(nbytes)}. Alive: {by_kind}. No parameter was changed in this step. Use a budget of at least "
-            f"{format_size(needed)}, a smaller batch, or `memfit trace` and `memfit plan` to see the smallest feasible one. {lower}"
+            f"{format_size(nbytes)}. Alive: {by_kind}. No parameter was changed in this step. This operation "
+            f"takes a budget of {format_size(needed)}, a later one may take more: `memfit trace` and `memfit plan` say what the whole step takes at "
+            f"least. A smaller batch takes less. {lower}"
         )
         return BudgetError(message.rstrip(), needed_bytes=needed, may_lower=bool(lower))

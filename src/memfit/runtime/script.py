@@ -269,10 +269,20 @@ def _world_of(main: ModuleType, argv: list[str]) -> Iterator[None]:
         yield
     finally:
         if _num_atexit() > count + 1:
-            atexit.register(_take_world())  # runs before them
+            _at_exit.append(atexit.register(_take_world()))  # runs before them
         else:
             atexit.unregister(outside)
         outside()
+
+
+_at_exit: list[Callable[[], None]] = []  # what `_world_of` has left registered; each holds a script's names, and so its tensors
+
+
+def forget_scripts() -> None:
+    """Hold no script any more that has ended: its atexit functions, if it has any, will find another `__main__`. (A library's look the same:
+    torch registers some when a process makes its first optimizer.)"""
+    while _at_exit:
+        atexit.unregister(_at_exit.pop())
 
 
 def _take_world() -> Callable[[], None]:
