@@ -34,6 +34,9 @@ def draw_growth(report: GrowthReport) -> RenderableType:
     return Group(*parts)
 
 
+_FEWEST_STEPS = 4  # growth shows from there on
+
+
 def _headline(report: GrowthReport, material: list[Growth]) -> Text:
     line = Text("memfit leaks: ", style=HEAD)
     program = os.path.basename(report.program) or "the loop"
@@ -48,6 +51,8 @@ def _headline(report: GrowthReport, material: list[Growth]) -> Text:
         line.append(f"{program} does not grow, but {format_size(once)} are held for nothing", style=BAD)
     elif not report.num_steps:
         line.append(f"{program} was over before a loop had gone around: there is nothing to compare")
+    elif report.num_steps < _FEWEST_STEPS:
+        line.append(f"{program} was over after {format_count(report.num_steps, 'step')}, too few to show growth")
     else:
         line.append(f"{program} does not grow", style=GOOD)
     return line
@@ -57,7 +62,7 @@ def _facts(report: GrowthReport) -> list[tuple[str, str | Text]]:
     facts: list[tuple[str, str | Text]] = []
     if report.num_steps:
         facts.append(("Steps", f"{report.num_steps} watched; a step is {report.step}"))
-        if report.num_steps < 4:
+        if report.num_steps < _FEWEST_STEPS:
             facts.append(("Too few", "growth shows from the fourth step on"))
     facts.append(
         ("Peak", f"{format_size(report.peak_bytes)} of what was made meanwhile; {format_size(report.live_bytes)} at the end")

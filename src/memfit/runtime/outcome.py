@@ -123,7 +123,9 @@ class Outcome:
             budget_bytes=self.budget_bytes or 0,
             peak_bytes=self.peak_bytes if is_measured and self.peak_bytes else None,
             peak_source=(
-                f"live storages and operation workspaces, in {self.num_measured} measured steps" if self.num_measured else ""
+                f"live storages and operation workspaces, in {self.num_measured} measured step{'s' * (self.num_measured != 1)}"
+                if self.num_measured
+                else ""
             ),
             peak_phase=self._peak_phase if is_measured else "",
             peak_step=self._peak_step if is_measured else None,
@@ -196,7 +198,8 @@ def _about_overwriting(counts: Counts) -> list[str]:
     refused = (
         f"; {counts.num_not_overwritten} could not at that moment and ran as written" if counts.num_not_overwritten else ""
     )
-    return [f"{counts.num_overwritten} calls wrote their result over their input{refused}."]
+    calls = "1 call" if counts.num_overwritten == 1 else f"{counts.num_overwritten} calls"
+    return [f"{calls} wrote the result over the input{refused}."]
 
 
 def _exit_reason(error: BaseException | None) -> str:
