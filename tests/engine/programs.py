@@ -97,6 +97,13 @@ def dropout_of_every_kind(model: Model, x: Tensor) -> Tensor:
 
 
 @forward()
+def dropout_in_place_of_a_product_and_of_everything(model: Model, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = x + F.dropout(layer(x).sigmoid() * 1.1, 0.5, inplace=True)
+    return x + F.dropout(x, 1.0) + F.dropout(x.exp(), 0.5, training=False)
+
+
+@forward()
 def a_generator_of_the_programs_own(model: Model, x: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     x = (model.layers[0](x) * torch.rand(B, D, generator=generator)).exp()

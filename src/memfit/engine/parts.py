@@ -57,8 +57,10 @@ def _split_dropout(
     if geometry[0] != values[0].dtype or noise.nbytes != geometry[2].numel() * geometry[0].itemsize:
         return None
     probability = functions.dropout_probability(call.args, call.kwargs)
-    part = call.part()
     num_elements = geometry[2].numel()
+    if probability >= 1 or num_elements != values[0].numel():  # a single zero is saved
+        return None
+    part = call.part()
     packed = PackedCell(tape, noise, num_elements, geometry[0])
     packed.call = again = call.part()  # where the bits are gone as well
     again.func, again.kwargs, again.values, again.inputs = draw, {}, [], ()

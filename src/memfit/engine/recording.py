@@ -165,7 +165,8 @@ def _settle_writes(tape: Tape, call: Call, values: list[torch.Tensor], versions:
             forget(tape, values[index])
         call.writes = None
     call.inputs = tuple(dict.fromkeys([value.cell for value in call.values if not value.scratch]))
-    if call.writes is not None and not call.is_overwriting and not _is_restorable(call.values[0].cell):
+    has_parts = call.is_overwriting or functions.is_dropout(call.func)  # its result goes on as content of its own all the same
+    if call.writes is not None and not has_parts and not _is_restorable(call.values[0].cell):
         forget(tape, values[0])
         call.writes = None
         return False
@@ -197,6 +198,7 @@ def _settle_results(
         new = Cell(old.ref, old.nbytes, old.device, 0)
         new.previous = old
         new.exposed = old.exposed
+        new.keep = not _is_restorable(old)
         tape.cells[old.ref.key] = new
         _adopt(new, call, "mut0", cells)
     for number, tensor in enumerate(tensors_in(result)):

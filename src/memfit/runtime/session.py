@@ -23,8 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memfit.core import result as core
 from memfit.core.copies import find_copies
-from memfit.core.errors import BudgetError, MemfitError, UnsupportedError
+from memfit.core.errors import BudgetError, MemfitError, PlanError, UnsupportedError
 from memfit.core.inplace import find_let_go
+from memfit.core.keys import cells_of_plan, edit_by_plan
 from memfit.core.plan import Plan
 from memfit.core.precision import Choice
 from memfit.core.replay import replay
@@ -115,6 +116,7 @@ class Session:
         self._guard: Guard | None = None
         self._valve: Valve | None = None
         self._num_unplanned = 0  # saved tensors that valves let go of
+        self._unhelped_bytes = 0  # what the last measured step would have taken at its peak without a valve
         self._emptying: Emptying | None = None
         self._undo: list[Callable[[], Any]] = []
         self._is_installed = False
@@ -370,6 +372,7 @@ class Session:
                 self._valve = Valve(tape, recorder, self._budget_bytes)
         self._recorder = recorder
         self._outcome.begin_step()
+        self._watch.begin_step()
         recorder.start()
         releases.follow(recorder.rows.note_dead)
 
@@ -385,7 +388,9 @@ class Session:
             self.messages.append(
                 f"step {self._outcome.num_steps}: the guard let go of {self._guard.num_evictions} saved tensors under pressure."
             )
+        self._unhelped_bytes = 0
         if self._valve is not None and self._valve.num_evictions:
+            self._unhelped_bytes = self._peak_as_planned(trace)
             self._num_unplanned += self._valve.num_evictions
             self.messages.append(
                 f"step {self._outcome.num_steps}: the plan was not enough; {self._valve.num_evictions} more saved tensors were let go of."
@@ -428,7 +433,7 @@ class Session:
             self._begin_measured_step()
             return
         trace = self.traces[-1]
-        measured = trace.meta["measured_peak_bytes"]
+        measured = max(trace.meta["measured_peak_bytes"], self._unhelped_bytes)
         predicted = self.plan.predicted_peak_bytes if self.plan is not None else None
         is_steady = self._num_measured_here >= 2
         is_fragmented = self._note_fragmentation(trace, measured)
@@ -441,6 +446,9 @@ class Session:
         self._is_given = False
         if is_steady and self.plan is not None and measured > min(self._budget_bytes, 1.01 * self.plan.predicted_peak_bytes):
             self._note_departure(self.plan, replay(trace).peak_bytes, measured)
+        if is_steady and predicted is not None and measured <= self._budget_bytes and self._watch.was_smaller:
+            self._keep_plan()  # it was made of a larger step, and the next may be as large
+            return
         holds = predicted is not None and not is_fragmented and measured <= min(self._budget_bytes, 1.01 * predicted)
         if holds and self._num_measured_here >= _MEASURED_STEPS:
             return
@@ -458,6 +466,24 @@ class Session:
             self._leave()
         elif not is_steady or (self._num_measured_here < _MEASURED_STEPS and (before is None or plan.moves != before.moves)):
             self._begin_measured_step()
+
+    def _keep_plan(self) -> None:
+        """Measure the next step under the plan in force, as far as steps are measured."""
+        if self._num_measured_here < _MEASURED_STEPS:
+            self._begin_measured_step()
+        elif self.plan is not None and not self.plan.moves:
+            self._leave()
+
+    def _peak_as_planned(self, trace: Trace) -> int:
+        """What the step takes with the plan in force and nothing beside; more than the budget, or no valve had been needed."""
+        assert self._budget_bytes is not None
+        assert self.plan is not None
+        try:
+            edited = edit_by_plan(trace, self.plan)
+            peak_bytes = replay(edited, *cells_of_plan(edited, self.plan)).peak_bytes
+        except PlanError:  # the step took another way
+            peak_bytes = 0
+        return max(peak_bytes, self._budget_bytes + 1)
 
     def _note_departure(self, plan: Plan, eager_bytes: int, measured_bytes: int) -> None:
         """The step under the plan took more than was predicted: say why, and keep the difference free if it was the prediction's fault."""

@@ -23,11 +23,21 @@ class SizeWatch:
         self.is_learning = True  # the step is measured under the guard: what comes in now is known afterwards
         self._on_larger = on_larger
         self._largest: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()  # a model may go
+        self._in_step: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._removers: list[Callable[[], None]] = []
 
     def look(self, module: torch.nn.Module, args: Any) -> None:
         """The program calls a root module while the tape is installed."""
         self._compare(module, args, keywords_of_module_call())
+
+    def begin_step(self) -> None:
+        """What comes in from here on is the next measured step's."""
+        self._in_step.clear()
+
+    @property
+    def was_smaller(self) -> bool:
+        """Whether less came into some root module in this step than in the largest that was measured."""
+        return any(self._in_step.get(module, 0) < largest for module, largest in self._largest.items())
 
     def stay(self) -> None:
         """Go on watching without the tape: one pre-hook on each root module seen so far."""
@@ -50,6 +60,7 @@ class SizeWatch:
             return
         elements = _count((args, kwargs))
         largest = self._largest.get(module, 0)
+        self._in_step[module] = max(self._in_step.get(module, 0), elements)
         if elements <= largest:
             return
         self._largest[module] = elements
