@@ -24,6 +24,7 @@ _MODIFIED = (
 
 
 def pack_saved(tape: Tape, tensor: torch.Tensor) -> Any:
+    tape.num_saved += 1
     call = tape.current
     number = 0
     if call is not None:

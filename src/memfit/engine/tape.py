@@ -69,6 +69,7 @@ class Tape(TorchFunctionMode):
         self.current: Call | None = None
         self.saved_now: list[Handle] = []
         self.num_pending = 0  # handles that hold nothing
+        self.num_saved = 0  # tensors that autograd has saved
         self._aside = Aside(self)
         self._undo: list[Callable[[], None]] = []
 
