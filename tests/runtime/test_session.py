@@ -207,3 +207,23 @@ def test_a_program_that_changes_when_nothing_is_measured_any_more_is_measured_an
     assert found[4] > budget  # the step that nobody could foresee
     assert max(found[:4] + found[5:]) <= budget + 2 * 5056 + 2 * 8192
     assert any(" tensors, " in message and "measured and planned anew" in message for message in session.messages)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_step_of_fewer_micro_batches_is_none_of_another_program() -> None:
+    def train(number: int) -> None:
+        optimizer.zero_grad()
+        for _ in range(1 if number == 4 else 3):
+            model(torch.randn(2048, 32)).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer, _ = make_uneven((2048,))
+    eager = max(peaks_of(train, 3))
+    model, optimizer, _ = make_uneven((2048,))
+    budget = int(0.6 * eager)
+    with memfit.fit(model, optimizer, budget=budget) as session:
+        found = peaks_of(train, 7)
+    assert session.plan is not None
+    assert session.plan.moves
+    assert max(found) <= budget + 2 * 5056 + 2 * 8192
+    assert not any("anew" in message for message in session.messages)

@@ -351,6 +351,8 @@ class Session:
             return ""
         if num_saved > _MORE_SAVED * self._num_saved:
             return f"autograd saved {num_saved} tensors, {self._num_saved} when it was measured"
+        if num_saved < self._num_saved / _MORE_SAVED:  # fewer micro-batches, say
+            return ""
         if self._followed == plan.moves and num_evicted < _FEWER_EVICTED * self._num_followed:
             return f"of what the plan names {num_evicted} saved tensors were let go of, {self._num_followed} in an earlier step"
         if self._followed != plan.moves:
