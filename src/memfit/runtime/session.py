@@ -26,7 +26,7 @@ from memfit.core.copies import find_copies
 from memfit.core.errors import BudgetError, MemfitError, PlanError, UnsupportedError
 from memfit.core.inplace import find_let_go
 from memfit.core.keys import cells_of_plan, edit_by_plan
-from memfit.core.plan import Move, Plan
+from memfit.core.plan import Plan
 from memfit.core.precision import Choice
 from memfit.core.replay import replay
 from memfit.core.sizes import format_size, slack_bytes
@@ -45,7 +45,7 @@ from memfit.runtime.optimizers import ENDED, JOINED, LED, Optimizers
 from memfit.runtime.outcome import InForce, Outcome
 from memfit.runtime.precision import Precision
 from memfit.runtime.valve import Valve
-from memfit.runtime.watch import SizeWatch
+from memfit.runtime.watch import SizeWatch, StepWatch
 from memfit.techniques import inplace, recompute
 from memfit.techniques.release import releases
 
@@ -54,8 +54,6 @@ OnProgress = Callable[[str, int, int | None], None]
 _MAX_RESTARTS_TOLD = (
     5  # a program that makes an optimizer every few steps is measured all the time; one need not say so each time
 )
-_MORE_SAVED, _FEWER_EVICTED = 1.02, 0.9  # tensors, of those in the measured step: the program is another one
-_MOST_CHANGES = 3  # one that changes with every step is not measured for ever
 _active: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions between enter and exit; at most one
 
 _MEASURED_STEPS = 3  # at most, of one program: the plan, the plan in force, and the plan made of that
@@ -113,16 +111,12 @@ class Session:
         self._on_trace = on_trace
         self._tape = Tape()
         self._watch = SizeWatch(self._on_larger)
+        self._steps = StepWatch(self._tape)
         self._tape.on_root = self._watch.look
         self._recorder: Recorder | None = None
         self._guard: Guard | None = None
         self._valve: Valve | None = None
         self._num_unplanned = 0  # saved tensors that valves let go of
-        self._num_saved = 0  # by autograd in the last measured step
-        self._num_changes = 0  # times that the program was another one after that
-        self._num_evicted_before = 0  # this step
-        self._followed: tuple[Move, ...] = ()  # the plan's, and of how many saved tensors it let go in its first step
-        self._num_followed = 0
         self._unhelped_bytes = 0  # what the last measured step would have taken at its peak without a valve
         self._emptying: Emptying | None = None
         self._undo: list[Callable[[], Any]] = []
@@ -313,58 +307,37 @@ class Session:
         self._outcome.num_steps += 1
         seconds = self._outcome.seconds_so_far()
         was_measured = self._recorder is not None
-        num_saved, self._tape.num_saved = self._tape.num_saved, 0
-        num_evicted = self._tape.counts.num_evicted - self._num_evicted_before
-        self._num_evicted_before += num_evicted
+        moves = self.plan.moves if self.plan is not None else ()
+        self._steps.end_step()
         if self._is_installed:
             self._tape.end_step()
         if was_measured:
-            self._num_saved = num_saved
-            num_evicted -= self._valve.num_evictions if self._valve is not None else 0
+            self._steps.learn(moves, self._valve.num_evictions if self._valve is not None else 0)
             self._end_measured_step()
         elif self._is_installed:
             self._outcome.note_planned_step(seconds, self._tape.counts.restore_seconds)
         else:
             self._outcome.note_free_step(seconds)
-        if self.plan is not None and self.plan.moves and self._is_installed:
+        if moves and self._is_installed:
             self._outcome.num_planned += 1
             self._count_verified()
-            if was_measured:
-                self._followed, self._num_followed = self.plan.moves, num_evicted
         counts = self._tape.counts
         num_moved = counts.num_evicted + counts.num_overwritten - self._num_unplanned
-        if self._is_given and self.plan is not None and self.plan.moves and not num_moved:
+        if self._is_given and moves and not num_moved:
             self._optimizers.forget_leader()
             self._restart("nothing of what the plan names was there, so it was made for another program")
         elif was_measured:
             self._decide()
-        elif reason := self._why_changed(num_saved, num_evicted):
-            self._num_changes += 1
+        elif moves and self._is_installed and (reason := self._steps.why_changed(moves)):
             self._restart(reason)
         self._outcome.begin_step(self._tape.counts.restore_seconds)
-
-    def _why_changed(self, num_saved: int, num_evicted: int) -> str:
-        """Why the program that trains is no longer the one that was planned for, after a step that was not measured; '' if it is, as far as
-        the numbers of tensors that autograd saved and the plan let go of show it."""
-        plan = self.plan
-        if plan is None or not plan.moves or not self._is_installed or self._num_changes >= _MOST_CHANGES:
-            return ""
-        if num_saved > _MORE_SAVED * self._num_saved:
-            return f"autograd saved {num_saved} tensors, {self._num_saved} when it was measured"
-        if num_saved < self._num_saved / _MORE_SAVED:  # fewer micro-batches, say
-            return ""
-        if self._followed == plan.moves and num_evicted < _FEWER_EVICTED * self._num_followed:
-            return f"of what the plan names {num_evicted} saved tensors were let go of, {self._num_followed} in an earlier step"
-        if self._followed != plan.moves:
-            self._followed, self._num_followed = plan.moves, num_evicted
-        return ""
 
     def leave_out_step(self) -> None:
         """The program left out its optimizer's step (gradients overflowed): what comes next is this training step from its beginning."""
         if self._is_over or self._is_dead:
             return
         was_measured = self._recorder is not None
-        self._tape.num_saved = 0
+        self._steps.end_step()
         self._outcome.note_peak(self._recorder, self._outcome.num_steps + 1)
         self._stop_recorder()
         if self._is_installed:
