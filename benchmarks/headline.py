@@ -86,7 +86,7 @@ def eager_row(bench: Bench) -> Row:
 def share_of_extra_time(row: Row, checkpoint: Row, clock: str = "user") -> float | None:
     """A row's extra time over plain eager as a share of checkpointing's; None where one of the two is not there.
 
-    >>> share_of_extra_time({"wall_time_ratio": 1.05}, {"wall_time_ratio": 1.2})
+    >>> share_of_extra_time({"user_time_ratio": 1.05}, {"user_time_ratio": 1.2})
     0.25
     """
     ratio = f"{clock}_time_ratio"

@@ -16,6 +16,7 @@ import oracle
 from memfit import planner
 from memfit.core.replay import replay
 from memfit.measurement.backends import CpuBackend
+from runtime.conftest import MOMENT_BYTES
 
 
 def make(width: int = 64, batch_size: int = 2048) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
@@ -187,7 +188,7 @@ def test_a_second_step_that_is_not_like_the_others_does_not_loosen_the_plan(size
     budget = int(share * max(eager))
     with memfit.fit(model, optimizer, budget=budget):
         found = peaks_of(step, 6)
-    assert max(found) <= budget + 2 * 5056 + 2 * 8192  # the generator's state and a fingerprint, for a moment
+    assert max(found) <= budget + MOMENT_BYTES
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -205,7 +206,7 @@ def test_a_program_that_changes_when_nothing_is_measured_any_more_is_measured_an
     with memfit.fit(model, optimizer, budget=budget) as session:
         found = peaks_of(step_of_its_mode, 9)
     assert found[4] > budget  # the step that nobody could foresee
-    assert max(found[:4] + found[5:]) <= budget + 2 * 5056 + 2 * 8192
+    assert max(found[:4] + found[5:]) <= budget + MOMENT_BYTES
     assert any(" tensors, " in message and "measured and planned anew" in message for message in session.messages)
 
 
@@ -225,5 +226,5 @@ def test_a_step_of_fewer_micro_batches_is_none_of_another_program() -> None:
         found = peaks_of(train, 7)
     assert session.plan is not None
     assert session.plan.moves
-    assert max(found) <= budget + 2 * 5056 + 2 * 8192
+    assert max(found) <= budget + MOMENT_BYTES
     assert not any("anew" in message for message in session.messages)

@@ -22,16 +22,16 @@ from engine.programs import FORWARDS
 from equality import Program, Run, differences, make, snapshot
 from memfit.measurement.backends import CpuBackend
 from memfit.runtime.session import Session
+from runtime.conftest import MOMENT_BYTES
 
 PROGRAMS = {
     name: program for name, program in (FORWARDS | LOOPS).items() if name != "a_chain_of_two_thousand_calls"
 }  # 10 s to plan
 NUM_STEPS = 3
 
-# What memfit takes for a moment and does not count: the generator's state before and after a call that draws, and the two rows of a
-# fingerprint. And states that a program itself holds (torch's checkpoint, one for each of at most three): made past the dispatcher.
+# And states of the generator that a program itself holds (torch's checkpoint, one for each of at most three): made past the dispatcher.
 # 42 KB of 2 to 13 MB here, and no more in a larger model.
-OWN_BYTES = (2 + 3) * 5056 + 2 * 8192
+OWN_BYTES = MOMENT_BYTES + 3 * 5056
 
 TIGHT = frozenset(  # backward's own working set is more than 80 % of the step
     [

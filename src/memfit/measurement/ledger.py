@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memfit.engine.cell import StorageRef
+from memfit.engine.filing import PLAIN_TYPES
 from memfit.engine.private import transform_level
 
 
@@ -129,8 +130,4 @@ class Ledger:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether it is a plain tensor with bytes of its own."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and tensor.layout is torch.strided
-        and transform_level(tensor) == -1
-    )
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and transform_level(tensor) == -1

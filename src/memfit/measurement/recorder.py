@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core import trace as core
 from memfit.core.inplace import LetGo
+from memfit.engine.filing import PLAIN_TYPES
 from memfit.engine.need import tensors_in
 from memfit.engine.private import in_backward, num_holders, pop_dispatch_mode, top_dispatch_mode
 from memfit.measurement.backends import Backend
@@ -259,4 +260,4 @@ def take_off_stopped() -> None:
 
 def _tensors_alive() -> list[torch.Tensor]:
     """Every plain tensor the garbage collector knows of."""
-    return [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)]
+    return [each for each in gc.get_objects() if type(each) in PLAIN_TYPES]

@@ -176,7 +176,10 @@ def _seams_between(problem: Problem, one: Choice, other: Choice, seams: list[int
     """Those with a difference between the two on either side: sewn at any other, they give one of themselves."""
     differing = (one.evict ^ other.evict) | (one.pin ^ other.pin) | (one.transient ^ other.transient)
     calls = [problem.replayer.producer[cell] for cell in differing]
-    return [seam for seam in seams if min(calls, default=seam) < seam <= max(calls, default=seam)]
+    if not calls:
+        return []
+    first, last = min(calls), max(calls)
+    return [seam for seam in seams if first < seam <= last]
 
 
 def _area(gap: tuple[Choice, Choice]) -> float:
